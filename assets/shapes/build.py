@@ -1,0 +1,231 @@
+"""Train the embedded text-to-image model from nothing and write it to `sd3/` as a diffusers pipeline.
+
+    python assets/shapes/build.py            # about half an hour on two CPU cores, seeded
+
+Two stages: a small AutoencoderKL (four times smaller per side) on rendered pictures, then an
+SD3Transformer2DModel together with both CLIP text encoders by conditional flow matching on its latents.
+The prompts of the *unseen* split never occur.
+"""
+
+import argparse
+import copy
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from diffusers import (
+    AutoencoderKL,
+    FlowMatchEulerDiscreteScheduler,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast
+from world import COLOURS, COUNTS, RELATIONS, SHAPES, phrase, render, splits
+
+HERE = Path(__file__).parent
+T5_LENGTHS = (1, 256)
+"""Zero tokens that stand for the absent T5: 1 is what flowalign asks for, 256 what `pipe(prompt)` pads to."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Whole words; `<eos>` is not id 2, which CLIP treats specially."""
+    words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
+    words |= {w for r in RELATIONS for w in r.split()}
+    vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *sorted(words)])}
+    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(
+        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
+        pad_token="<pad>", model_max_length=12,
+    )  # fmt: skip
+
+
+def text_encoder(vocab: int, layers: int) -> CLIPTextModelWithProjection:
+    """A CLIP text tower of width 48."""
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=vocab, hidden_size=48, intermediate_size=96, num_hidden_layers=layers,
+            num_attention_heads=4, max_position_embeddings=12, projection_dim=48,
+            pad_token_id=0, bos_token_id=1, eos_token_id=3,
+        )
+    )  # fmt: skip
+
+
+def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
+    """Untrained, without T5."""
+    words = tokenizer()
+    vae = AutoencoderKL(
+        block_out_channels=(16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=1, norm_num_groups=8,
+        latent_channels=4, sample_size=32, use_quant_conv=False, use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )  # fmt: skip
+    transformer = SD3Transformer2DModel(
+        sample_size=8, patch_size=args.patch, in_channels=4, out_channels=4, num_layers=args.layers,
+        attention_head_dim=16, num_attention_heads=args.width // 16, joint_attention_dim=96,
+        caption_projection_dim=args.width, pooled_projection_dim=96, pos_embed_max_size=8,
+        qk_norm="rms_norm",
+    )  # fmt: skip
+    return StableDiffusion3Pipeline(
+        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
+        text_encoder=text_encoder(len(words), 3), tokenizer=words,
+        text_encoder_2=text_encoder(len(words), 2), tokenizer_2=words,
+        text_encoder_3=None, tokenizer_3=None,
+    )  # fmt: skip
+
+
+def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
+    """Rendered pictures of shown prompts: a quarter single objects, a third counts, the rest relations."""
+    prompts = [p for name in ("train", "seen") for p in splits()[name]]
+    kinds = [
+        [p for p in prompts if p.startswith("a ") and not any(r in p for r in RELATIONS)],
+        [p for p in prompts if not p.startswith("a ")],
+        [p for p in prompts if any(r in p for r in RELATIONS)],
+    ]
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    chosen = [rng.choice(rng.choices(kinds, (0.22, 0.33, 0.45))[0]) for _ in range(num_images)]
+    pictures = torch.stack([render(p, generator) for p in chosen])
+    return pictures * 2 - 1, chosen
+
+
+def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int) -> None:
+    """Reconstruction with a light KL, cosine learning rate."""
+    generator = torch.Generator().manual_seed(1)
+    vae.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=1e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.05)
+    start = time.time()
+    for step in range(steps):
+        x = pictures[torch.randint(len(pictures), (32,), generator=generator)]
+        x = x.contiguous(memory_format=torch.channels_last)
+        latent = vae.encode(x).latent_dist
+        noise = torch.randn(latent.mean.shape, generator=generator)
+        out = vae.decode(latent.mean + latent.std * noise).sample
+        error = F.l1_loss(out, x) + F.mse_loss(out, x)
+        (error + 3e-4 * latent.kl().mean() / latent.mean[0].numel()).backward()
+        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % 200 == 0:
+            log("vae", step, steps, start, float(error))
+
+
+@torch.no_grad()
+def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
+    """Latents of the dataset; sets the scaling and shift that make them standard."""
+    latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures.split(256)])
+    vae.register_to_config(
+        scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
+    )
+    return (latents - vae.config.shift_factor) * vae.config.scaling_factor
+
+
+def train_flow(
+    pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
+) -> None:
+    """Conditional flow matching of the transformer and both text encoders; keeps the EMA weights."""
+    trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
+    average = copy.deepcopy(trained)
+    generator = torch.Generator().manual_seed(2)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, args.lr, args.steps, pct_start=0.05, final_div_factor=50
+    )
+    unique = sorted(set(prompts)) + [""]
+    ids = pipe.tokenizer(unique, padding="max_length", return_tensors="pt").input_ids
+    row = torch.tensor([unique.index(p) for p in prompts])
+    start, average_loss = time.time(), 1.0
+    for step in range(args.steps):
+        pick = torch.randint(len(latents), (args.batch,), generator=generator)
+        dropped = torch.rand(args.batch, generator=generator) < 0.1
+        text, pooled = embed(pipe, ids[row[pick].masked_fill(dropped, len(unique) - 1)])
+        t5 = T5_LENGTHS[int(torch.rand((), generator=generator) < args.long_share)]
+        text = torch.cat([text, text.new_zeros(len(text), t5, text.shape[2])], 1)
+        data, noise = latents[pick], torch.randn(latents[pick].shape, generator=generator)
+        sigma = torch.randn(args.batch, generator=generator).sigmoid()
+        x = (1 - sigma[:, None, None, None]) * data + sigma[:, None, None, None] * noise
+        velocity = pipe.transformer(
+            hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=text,
+            pooled_projections=pooled, return_dict=False,
+        )[0]  # fmt: skip
+        loss = F.mse_loss(velocity, noise - data)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        decay = min(0.999, (1 + step) / (10 + step))
+        with torch.no_grad():
+            torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
+        average_loss += 0.01 * (float(loss) - average_loss)
+        if step % 200 == 0:
+            log("flow", step, args.steps, start, average_loss)
+    trained.load_state_dict(average.state_dict())
+    trained.eval()
+
+
+def embed(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Joint text tokens and pooled vector, as the pipeline's own `encode_prompt` makes them."""
+    out = [e(ids, output_hidden_states=True) for e in (pipe.text_encoder, pipe.text_encoder_2)]
+    tokens = torch.cat([o.hidden_states[-2] for o in out], -1)
+    return tokens, torch.cat([o.text_embeds for o in out], -1)
+
+
+def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
+    """One line of progress."""
+    seconds = time.time() - start
+    print(f"{stage} {step}/{steps} {value:.4f} {seconds:.0f}s", flush=True)  # noqa: T201
+
+
+def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
+    """Half-precision weights; the absent T5 is recorded as null, without which loading refuses."""
+    for module in (pipe.transformer, pipe.vae):
+        module.half()
+    pipe.save_pretrained(folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    for name in ("text_encoder_3", "tokenizer_3", "image_encoder", "feature_extractor"):
+        index[name] = [None, None]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def main() -> None:
+    """Parse, train, save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=HERE / "sd3")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--images", type=int, default=30_000)
+    parser.add_argument("--vae-steps", type=int, default=3000)
+    parser.add_argument("--vae", type=Path, help="take the autoencoder from this pipeline")
+    parser.add_argument("--steps", type=int, default=8000)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--patch", type=int, default=2)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--long-share", type=float, default=0.04)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    pipe = new_pipeline(args)
+    pictures, prompts = dataset(args.images, seed=0)
+    if args.vae:
+        pipe.vae = AutoencoderKL.from_pretrained(args.vae, subfolder="vae")
+    else:
+        train_vae(pipe.vae, pictures, args.vae_steps)
+    latents = encode_all(pipe.vae, pictures)
+    if args.steps:
+        train_flow(pipe, latents, prompts, args)
+    save(pipe, args.out)
+
+
+if __name__ == "__main__":
+    main()

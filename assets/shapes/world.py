@@ -1,0 +1,102 @@
+"""The shapes world: every prompt, its splits, and a seeded renderer of ground truth.
+
+Run as a script to write `prompts/{train,seen,unseen}.txt`.
+"""
+
+import random
+from itertools import combinations, permutations, product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from reward_models.shapes import BACKGROUND, COLOURS, COUNTS, RELATIONS, SHAPES, Scene, parse
+
+SIZE = 32
+_SUPERSAMPLE = 4
+OBJECTS = list(product(COLOURS, SHAPES))
+
+
+def phrase(count: str, colour: str, shape: str) -> str:
+    """One noun phrase: "two red circles"."""
+    return f"{count} {colour} {shape}{'' if count == 'a' else 's'}"
+
+
+def splits(seed: int = 0) -> dict[str, list[str]]:
+    """Disjoint prompt lists: train, seen (held out of training), unseen (held out of pretraining too).
+
+    An unseen relation uses a pair of objects that pretraining never shows in any relation; an unseen
+    count is a number of one object that it never shows. Every single object is shown.
+    """
+    rng = random.Random(seed)
+    singles = [phrase("a", *o) for o in OBJECTS]
+    counts = [phrase(c, *o) for c in COUNTS if c != "a" for o in OBJECTS]
+    pairs = list(combinations(OBJECTS, 2))
+    for some in (singles, counts, pairs):
+        rng.shuffle(some)
+
+    def relations(some: list) -> list[str]:
+        ordered = [o for pair in some for o in permutations(pair)]
+        return [f"{phrase('a', *a)} {r} {phrase('a', *b)}" for a, b in ordered for r in RELATIONS]
+
+    hidden, shown = relations(pairs[:24]), relations(pairs[24:])
+    rng.shuffle(hidden)
+    rng.shuffle(shown)
+    return {
+        "unseen": sorted(counts[:8] + hidden[:120]),
+        "seen": sorted(singles[:6] + counts[8:18] + shown[:112]),
+        "train": sorted(singles[6:] + counts[18:] + shown[112:]),
+    }
+
+
+def render(prompt: str, generator: torch.Generator) -> Tensor:
+    """A random picture [3, 32, 32] in [0, 1] that shows what the prompt says and nothing else."""
+    scene = parse(prompt)
+    while (placed := _place(scene, generator)) is None:
+        pass
+    n = SIZE * _SUPERSAMPLE
+    axis = (torch.arange(n) + 0.5) / _SUPERSAMPLE
+    picture = torch.tensor(BACKGROUND, dtype=torch.float32)[:, None, None].repeat(1, n, n)
+    for (colour, shape), (x, y, r) in zip(scene.objects, placed, strict=True):
+        dx, dy = axis[None, :] - x, axis[:, None] - y
+        inside = {
+            "circle": dx**2 + dy**2 <= r**2,
+            "square": (dx.abs() <= 0.9 * r) & (dy.abs() <= 0.9 * r),
+            "triangle": (dy.abs() <= r) & (dx.abs() <= (dy + r) / 2 * 1.1),
+        }[shape]
+        paint = torch.tensor(COLOURS[colour], dtype=torch.float32) * _uniform(0.95, 1.05, generator)
+        picture = torch.where(inside, paint[:, None, None], picture)
+    small = torch.nn.functional.avg_pool2d(picture[None], _SUPERSAMPLE)[0]
+    return (small / 255).clamp(0, 1)
+
+
+def _place(scene: Scene, generator: torch.Generator) -> list[tuple[float, float, float]] | None:
+    """Centre and radius of each object, or None if this draw collides."""
+    base = _uniform(4.2, 5.6, generator)
+    placed: list[tuple[float, float, float]] = []
+    for _ in scene.objects:
+        r = base * _uniform(0.92, 1.08, generator)
+        x, y = (_uniform(r + 1, SIZE - r - 1, generator) for _ in range(2))
+        if any(max(abs(x - a), abs(y - b)) < r + s + 1.5 for a, b, s in placed):
+            return None
+        placed.append((x, y, r))
+    if scene.relation is not None:
+        (xa, ya, _), (xb, yb, _) = placed
+        step_x, step_y = RELATIONS[scene.relation]
+        along = (xa - xb) * step_x + (ya - yb) * step_y
+        across = abs((xa - xb) * step_y + (ya - yb) * step_x)
+        if along < 8 or across > 0.6 * along:
+            return None
+    return placed
+
+
+def _uniform(low: float, high: float, generator: torch.Generator) -> float:
+    return low + (high - low) * float(torch.rand((), generator=generator))
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent / "prompts"
+    folder.mkdir(exist_ok=True)
+    for name, prompts in splits().items():
+        (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+        print(f"{name}: {len(prompts)} prompts")  # noqa: T201

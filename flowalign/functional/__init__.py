@@ -1,0 +1,1 @@
+"""Pure torch: the mathematics of the field as functions of tensors."""

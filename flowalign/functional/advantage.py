@@ -1,0 +1,90 @@
+"""Advantages: credit compared within its group, then weighted across reward dimensions."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Scale = Literal["group", "batch", "joint", "none"]
+Combine = Literal["sum_of_advantages", "advantage_of_sum"]
+
+
+def group_center(
+    value: Float[Tensor, "n R"],
+    group: Int[Tensor, "n"],
+    scale: Scale,
+    *,
+    std_floor: float = 1e-6,
+    eps: float = 1e-4,
+    correction: int = 0,
+) -> Float[Tensor, "n R"]:
+    """(value - mean of its group) / (std + eps), with std over the group, the batch, or 1.
+
+    Groups whose values spread less than `std_floor` yield exact zeros: they hold no signal, and dividing
+    by their std would amplify rounding. "joint" differs from "group" only in the ids it is given.
+
+    Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr. GRPO,
+    arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
+    """
+    _, index = group.unique(return_inverse=True)
+    centred = value - group_mean(value, index)
+    spread = _group_std(centred, index, correction)
+    centred = centred.masked_fill(spread <= std_floor, 0.0)
+    if scale == "none":
+        return centred
+    if scale == "batch":
+        spread = value.std(0, correction=min(correction, len(value) - 1), keepdim=True)
+    return centred / (spread + eps)
+
+
+def advantages(
+    value: Float[Tensor, "B T R"],
+    group: Int[Tensor, "B T"],
+    mask: Bool[Tensor, "B T"],
+    weights: Float[Tensor, "R"],
+    *,
+    scale: Scale = "group",
+    combine: Combine = "sum_of_advantages",
+    std_floor: float = 1e-6,
+    correction: int = 0,
+) -> Float[Tensor, "B T"]:
+    """Normalised credit of each transition, summed over reward dimensions; 0 where mask is False.
+
+    "sum_of_advantages" normalises each dimension on its own and sums with weights, so dimensions count alike
+    whatever their spread; "advantage_of_sum" weights the raw values first.
+
+    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of the sum).
+    """
+    out = torch.zeros_like(value[..., 0])
+    chosen, ids = value[mask], group[mask]
+    if len(chosen) == 0:
+        return out
+    if combine == "advantage_of_sum":
+        chosen, weights = (chosen @ weights)[:, None], torch.ones(1)
+    out[mask] = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction) @ weights
+    return out
+
+
+def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
+    """Mean over the rows with the same index (0, 1, ...), repeated to every row."""
+    num_groups = int(index.max()) + 1
+    total = value.new_zeros(num_groups, value.shape[1]).index_add(0, index, value)
+    count = value.new_zeros(num_groups).index_add(0, index, torch.ones_like(value[:, 0]))
+    return (total / count[:, None])[index]
+
+
+def zero_spread_share(
+    value: Float[Tensor, "n"], group: Int[Tensor, "n"], std_floor: float = 1e-6
+) -> float:
+    """Share of groups whose members all have the same value: they teach nothing."""
+    ids, index = group.unique(return_inverse=True)
+    centred = value[:, None] - group_mean(value[:, None], index)
+    flat = _group_std(centred, index, 0)[:, 0] <= std_floor
+    return float(torch.zeros(len(ids)).scatter_(0, index, flat.float()).mean())
+
+
+def _group_std(centred: Tensor, index: Tensor, correction: int) -> Tensor:
+    members = torch.bincount(index)[index, None]
+    variance = group_mean(centred**2, index) * members / (members - correction).clamp(min=1)
+    return variance.sqrt()

@@ -1,0 +1,189 @@
+"""Gaussian transition kernels of flow models, and their log-densities.
+
+Every published sampler is one step with two coefficients,
+
+    x_{k+1} = (1 - sigma_{k+1}) x0_hat + c1 * x1_hat + std * noise,
+    x0_hat  = x - sigma v   (predicted data),     x1_hat = x + (1 - sigma) v   (predicted noise),
+
+and kernels differ in (c1, std) only. With eta = 0 each of them has c1 = sigma_{k+1} and std = 0, the Euler step
+of the probability-flow ODE, so deterministic sampling needs no second code path.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Density = Literal["gaussian", "unit"]
+
+
+class Gaussian(NamedTuple):
+    """N(mean, std^2 I), one std per sample."""
+
+    mean: Float[Tensor, "n *latent"]
+    std: Float[Tensor, "n"]
+
+
+class Coefficients(NamedTuple):
+    """What distinguishes one kernel from another at one step."""
+
+    c1: Float[Tensor, "n"]
+    """Weight of the predicted noise x1_hat."""
+    std: Float[Tensor, "n"]
+    """Standard deviation of the fresh noise."""
+
+
+class Kernel(ABC):
+    """A family of transitions, indexed by its noise level eta."""
+
+    density: Density
+    """"gaussian" is the log-density; "unit" is -mean((x_next - mean)^2), as CPS code uses."""
+
+    @abstractmethod
+    def coefficients(
+        self, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
+    ) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+
+
+class FlowSDE(Kernel):
+    """Euler-Maruyama step of the SDE with the marginals of the flow ODE.
+
+    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next), c1 = sigma_next - std^2 / (2 sigma).
+    g diverges at sigma = 1; there 1 - sigma becomes 1 - sigma_1, so the first std is eta itself.
+
+    Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), eta is its `a`, 0.7 by default there.
+    """
+
+    density: Density = "gaussian"
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        sigma, following = sigmas[k], sigmas[k + 1]
+        g = eta * (sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma))).sqrt()
+        return _euler_maruyama(sigma, following, g)
+
+
+class DanceSDE(Kernel):
+    """Like `FlowSDE` with the constant diffusion g = eta.
+
+    Source: DanceGRPO, arXiv:2505.07818v4; eta = 0.3 for images and 0.25 for video there.
+    """
+
+    density: Density = "gaussian"
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        return _euler_maruyama(sigmas[k], sigmas[k + 1], eta)
+
+
+class CPS(Kernel):
+    """Coefficients-preserving step: std = sigma_next sin(eta pi / 2), c1 = sigma_next cos(eta pi / 2).
+
+    The total noise level is exactly sigma_next. The noise does not shrink with the step, so eta is not
+    comparable between numbers of steps. The published code drops 1 / (2 std^2) and the constants from the
+    log-density ("unit"); with the true density the last step dominates the gradient.
+
+    Source: Flow-CPS, arXiv:2509.05952v1; eta is 0.7 to 0.9 in published runs.
+    """
+
+    def __init__(self, density: Density = "unit"):
+        self.density = density
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        angle = eta * (math.pi / 2)
+        return Coefficients(sigmas[k + 1] * angle.cos(), sigmas[k + 1] * angle.sin())
+
+
+class Precise(Kernel):
+    """Exact solution of the local SDE with x0_hat frozen during the step.
+
+    rho = [sigma_next (1 - sigma) / (sigma (1 - sigma_next))]^(eta^2 / 2), c1 = sigma_next rho,
+    std = sigma_next sqrt(1 - rho^2). At sigma = 1 rho is 0: the first step draws all noise anew.
+
+    Source: PRECISE, arXiv:2605.23522v1, and its released code.
+    """
+
+    density: Density = "gaussian"
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        sigma, following = sigmas[k], sigmas[k + 1]
+        rho = (following * (1 - sigma) / (sigma * (1 - following))) ** (eta**2 / 2)
+        return Coefficients(following * rho, following * (1 - rho**2).clamp(min=0).sqrt())
+
+
+class DDIM(Kernel):
+    """The stochastic DDIM step of variance-preserving models, in flow coordinates.
+
+    With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times
+    n = ((1 - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar').
+
+    Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
+    """
+
+    density: Density = "gaussian"
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        sigma, following = sigmas[k], sigmas[k + 1]
+        norm, norm_next = (s**2 + (1 - s) ** 2 for s in (sigma, following))
+        abar, abar_next = (1 - sigma) ** 2 / norm, (1 - following) ** 2 / norm_next
+        var = eta**2 * (1 - abar_next) / (1 - abar) * (1 - abar / abar_next)
+        c1 = (1 - abar_next - var).clamp(min=0).sqrt()
+        return Coefficients(c1 * norm_next.sqrt(), (var * norm_next).sqrt())
+
+
+def transition(
+    kernel: Kernel,
+    x: Float[Tensor, "n *latent"],
+    v: Float[Tensor, "n *latent"],
+    sigmas: Float[Tensor, "S"],
+    k: int,
+    eta: Float[Tensor, "n"],
+) -> Gaussian:
+    """Distribution of x_{k+1} given x_k and the velocity there."""
+    c1, std = kernel.coefficients(sigmas, k, eta)
+    x0_hat, x1_hat = x - sigmas[k] * v, x + (1 - sigmas[k]) * v
+    return Gaussian((1 - sigmas[k + 1]) * x0_hat + _as(c1, x) * x1_hat, std)
+
+
+def sample_next(distribution: Gaussian, noise: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+    """mean + std * noise."""
+    return distribution.mean + _as(distribution.std, noise) * noise
+
+
+def log_density(
+    kernel: Kernel, x_next: Float[Tensor, "n *latent"], distribution: Gaussian
+) -> Float[Tensor, "n"]:
+    """log pi(x_next), averaged (not summed) over latent elements; 0 where std is 0.
+
+    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3) assume it.
+    """
+    square = (x_next - distribution.mean).square().flatten(1).mean(1)
+    if kernel.density == "unit":
+        return -square
+    std = torch.where(distribution.std > 0, distribution.std, 1.0)
+    logp = -square / (2 * std**2) - std.log() - 0.5 * math.log(2 * math.pi)
+    return torch.where(distribution.std > 0, logp, 0.0)
+
+
+def mean_sensitivity(
+    kernel: Kernel, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
+) -> Float[Tensor, "n"]:
+    """kappa = d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), negative."""
+    sigma, following = sigmas[k], sigmas[k + 1]
+    return kernel.coefficients(sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
+
+
+def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients:
+    std = g * (sigma - following).sqrt()
+    return Coefficients(following - std**2 / (2 * sigma), std)
+
+
+def _as(per_sample: Float[Tensor, "n"], like: Tensor) -> Tensor:
+    return per_sample.reshape(-1, *[1] * (like.ndim - 1))

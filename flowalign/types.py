@@ -1,0 +1,220 @@
+"""The vocabulary of flowalign: axes, values passed between stages, and plug-in interfaces.
+
+Axes, used in every annotation of the package:
+
+    P  prompts on this rank               G  samples per prompt (the group)
+    B  = P * G samples, prompt-major, so sample b answers prompt b // G
+    S  states of a trajectory, T = S - 1 transitions; transition k maps state k to state k + 1
+    R  reward dimensions                  F  video frames, 1 for an image
+
+Time is the flow-matching sigma: sigma_0 = 1 is noise, sigma_T = 0 is data, and
+x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data.
+`k` is always an index and `sigma` always a time.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from flowalign.functional.transition import Gaussian, Kernel, transition
+
+Cond = Mapping[str, Tensor]
+"""Text conditioning as a policy understands it. Every tensor has a leading sample axis."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """B denoising trajectories that share one schedule, as sampled by the old policy."""
+
+    logp: Float[Tensor, "B T"]
+    """log pi_old(x_{k+1} | x_k), averaged over latent elements; 0 on deterministic steps."""
+    states: Float[Tensor, "B T+1 *latent"]
+    """Every visited state, in the dtype that logp was computed from."""
+    sigmas: Float[Tensor, "T+1"]
+    eta: Float[Tensor, "B T"]
+    """Noise level of each transition. 0 marks an ODE step, which carries no gradient."""
+    kernel: Kernel
+    """The transition family that drew the states; losses replay this one and no other."""
+    cond: Cond
+    """One row per prompt; sample b uses row b // group_size."""
+    prompts: Sequence[str]
+    """One per sample."""
+    group_size: int
+
+    @property
+    def num_steps(self) -> int:
+        """T, the number of transitions."""
+        return self.logp.shape[1]
+
+
+@dataclass(frozen=True)
+class StepCredit:
+    """What each transition earned, before any normalisation."""
+
+    value: Float[Tensor, "B T R"]
+    group: Int[Tensor, "B T"]
+    """Transitions with equal ids are compared with each other."""
+    mask: Bool[Tensor, "B T"]
+    """True where a transition is trained."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One transition k of n samples: everything a loss may look at."""
+
+    k: int
+    x: Float[Tensor, "n *latent"]
+    x_next: Float[Tensor, "n *latent"]
+    logp_old: Float[Tensor, "n"]
+    advantage: Float[Tensor, "n"]
+    weight: Float[Tensor, "n"]
+    """Multiplies the policy term of each transition; 0 takes it out."""
+    sigmas: Float[Tensor, "S"]
+    eta: Float[Tensor, "n"]
+    kernel: Kernel
+    cond: Cond
+    mean_old: Float[Tensor, "n *latent"] | None = None
+    """Mean of the transition under the policy that sampled it; for losses that say they need it."""
+
+    def transition(self, field: "VelocityField") -> Gaussian:
+        """pi(. | x_k) under the given velocity field."""
+        velocity = field.velocity(self.x.float(), self.sigmas[self.k], self.cond)
+        return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
+
+
+class VelocityField(ABC):
+    """What a loss needs of a policy, and all there is to a frozen reference."""
+
+    @abstractmethod
+    def velocity(
+        self, x: Float[Tensor, "n *latent"], sigma: Float[Tensor, ""], cond: Cond
+    ) -> Float[Tensor, "n *latent"]:
+        """dx / dsigma, guidance included, in float32."""
+
+
+class Policy(VelocityField):
+    """A flow model with its text encoder and decoder. Implementations live in `pipelines/`."""
+
+    denoiser: nn.Module
+    """The network being trained; the rest of the pipeline is frozen."""
+    evaluations_per_velocity: int
+    """Network evaluations that one call of `velocity` costs per sample: 2 with guidance."""
+
+    @abstractmethod
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        """Text conditioning, one row per prompt."""
+
+    @abstractmethod
+    def schedule(self, num_steps: int) -> Float[Tensor, "S"]:
+        """Decreasing sigmas, 1 to 0, of the model's own sampler."""
+
+    @abstractmethod
+    def noise(self, num_samples: int, generator: torch.Generator) -> Float[Tensor, "n *latent"]:
+        """Initial states, drawn on the CPU so that a seed means the same on every machine."""
+
+    @abstractmethod
+    def decode(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n F 3 H W"]:
+        """Clean latents to media in [0, 1]."""
+
+    @abstractmethod
+    def save_weights(self, folder: str) -> None:
+        """Write the trained weights in the form that the model's own pipeline loads."""
+
+    @abstractmethod
+    def load_weights(self, folder: str) -> None:
+        """Read what `save_weights` wrote. Raises ValueError for weights of another model."""
+
+
+@dataclass(frozen=True)
+class MediaBatch:
+    """What a reward model is given."""
+
+    media: Float[Tensor, "n F 3 H W"]
+    """In [0, 1]; an image is a video of one frame."""
+    prompts: Sequence[str]
+    metadata: Sequence[Mapping[str, Any]] = ()
+    """Further columns of the prompt's row, one mapping per sample, or empty."""
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """What a reward model declares about itself."""
+
+    name: str
+    dims: tuple[str, ...]
+    """Names of the R columns, higher is better in each."""
+    modality: Literal["image", "video", "any"]
+    scale: tuple[float, float]
+    """Lowest and highest value that any dimension can take; infinite where unbounded."""
+    licence: str
+    differentiable: bool = False
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """Scores of n samples. A score that could not be computed is NaN, not valid, and has a reason."""
+
+    values: Float[Tensor, "n R"]
+    valid: Bool[Tensor, "n R"]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Sample index to why it failed; every sample with an invalid dimension has one."""
+
+    @staticmethod
+    def build(spec: RewardSpec, values: Tensor, failed: Mapping[int, str] | None = None) -> "RewardOutput":
+        """Mark failed samples, and any non-finite value that a model returned, as invalid."""
+        failed = dict(failed or {})
+        values = values.detach().float().cpu().clone()
+        if values.ndim != 2 or values.shape[1] != len(spec.dims):
+            raise ValueError(
+                f"reward {spec.name!r} returned shape {tuple(values.shape)}, expected (n, {len(spec.dims)}) for {spec.dims}"
+            )
+        values[list(failed)] = torch.nan
+        valid = values.isfinite()
+        for i in (~valid).any(1).nonzero().flatten().tolist():
+            names = [dim for dim, ok in zip(spec.dims, valid[i].tolist(), strict=True) if not ok]
+            failed.setdefault(i, f"{spec.name} returned a non-finite value for {', '.join(names)}")
+        return RewardOutput(values.masked_fill(~valid, torch.nan), valid, failed)
+
+
+class RewardModel(ABC):
+    """Scores media in [0, 1] against prompts. Implementations live in `reward_models/`."""
+
+    spec: RewardSpec
+
+    @abstractmethod
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """One row per sample, independent of the other samples in the batch."""
+
+
+ValueFn = Callable[[Sequence[int]], Float[Tensor, "B K R"]]
+"""values(ks): rewards of states ks after finishing each by ODE; values([T]) is the outcome."""
+
+
+class CreditEstimator(ABC):
+    """Turns state values into per-transition credit. Implementations: `flowalign/credit/`."""
+
+    @abstractmethod
+    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+        """Credit every transition of every sample."""
+
+
+class PolicyLoss(ABC):
+    """Turns one minibatch of transitions into a loss. Implementations: `flowalign/algorithms/`."""
+
+    needs_reference: bool
+    """Whether `loss` evaluates the reference: one more network evaluation per transition."""
+    needs_mean_old: bool
+    """Whether rollouts must keep the mean of each trained transition."""
+    clip: float
+    """Largest change of the ratio that passes; the replay check compares its drift with this."""
+
+    @abstractmethod
+    def loss(
+        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the minibatch, and detached scalars for the log."""

@@ -1,0 +1,1 @@
+"""Reward models, one file each. Import the one you need: nothing is loaded from here."""

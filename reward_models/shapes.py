@@ -1,0 +1,233 @@
+"""A rule-based verifier of the shapes world: finds the objects in a picture and compares them with its prompt.
+
+The world (see `assets/shapes/`): 32x32 pictures of one to three flat objects on a dark ground, described by prompts
+such as "a red circle", "two blue squares" or "a green triangle left of a white square".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import permutations
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+COLOURS = {
+    "red": (220, 50, 47),
+    "green": (50, 170, 70),
+    "blue": (50, 90, 220),
+    "yellow": (230, 200, 40),
+    "white": (235, 235, 235),
+    "purple": (150, 60, 190),
+}
+SHAPES = ("circle", "square", "triangle")
+COUNTS = {"a": 1, "two": 2, "three": 3}
+RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
+"""Unit step from the second object to the first, x to the right and y downwards."""
+BACKGROUND = (20, 20, 28)
+
+_VISIBLE_AREA = 10
+"""Pixels from which a connected region counts as an object; smaller ones are dirt."""
+_MAX_OBJECTS = 6
+_MIN_OFFSET = 4.0
+"""Pixels between two centres from which one is beside the other."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a prompt asks for."""
+
+    objects: tuple[tuple[str, str], ...]
+    """(colour, shape) of every object, in the order of the prompt."""
+    relation: str | None = None
+
+
+@lru_cache(maxsize=4096)
+def parse(prompt: str) -> Scene:
+    """The scene that a prompt of the shapes world describes.
+
+    Raises:
+        ValueError: the prompt is not one of this world.
+    """
+    for relation in RELATIONS:
+        first, found, second = prompt.partition(f" {relation} ")
+        if found:
+            return Scene(_phrase(first, prompt) + _phrase(second, prompt), relation)
+    return Scene(_phrase(prompt, prompt))
+
+
+def _phrase(phrase: str, prompt: str) -> tuple[tuple[str, str], ...]:
+    count, colour, shape = (*phrase.split(), "", "", "")[:3]
+    shape = shape.removesuffix("s")
+    if count not in COUNTS or colour not in COLOURS or shape not in SHAPES:
+        raise ValueError(
+            f"{prompt!r} is no prompt of the shapes world: expected {'|'.join(COUNTS)} "
+            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, alone or joined by {'|'.join(RELATIONS)}"
+        )
+    return ((colour, shape),) * COUNTS[count]
+
+
+@dataclass(frozen=True)
+class Objects:
+    """The connected regions of n pictures, largest first, padded to K per picture."""
+
+    present: Bool[Tensor, "n K"]
+    colour: Int[Tensor, "n K"]
+    """Index into COLOURS."""
+    purity: Float[Tensor, "n K"]
+    """Share of the region's inner pixels that have its colour."""
+    shape: Int[Tensor, "n K"]
+    """Index into SHAPES."""
+    fit: Float[Tensor, "n K"]
+    """Intersection over union with the ideal shape in the same bounding box."""
+    centre: Float[Tensor, "n K 2"]
+    """Pixels, x then y."""
+    dirt: Float[Tensor, "n"]
+    """Share of the foreground that belongs to no object."""
+
+
+def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
+    """Segment pictures in [0, 1] by distance from the background and describe each region."""
+    pixels = images * 255
+    foreground = _distance(pixels, torch.tensor([BACKGROUND]))[:, 0] > 70
+    labels = _components(foreground)
+    area = torch.zeros(len(images), labels[0].numel() + 1)
+    area.scatter_add_(1, labels.flatten(1), torch.ones_like(labels.flatten(1), dtype=area.dtype))
+    area[:, 0] = 0
+    size, label = area.topk(_MAX_OBJECTS, dim=1)
+    present = size >= _VISIBLE_AREA
+    mask = (labels[:, None] == label[..., None, None]) & present[..., None, None]
+    shape, fit, centre = _describe_shape(mask)
+    colour, purity = _describe_colour(pixels, mask)
+    inside = (size * present).sum(1)
+    dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
+    return Objects(present, colour, purity, shape, fit, centre, dirt)
+
+
+def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
+    return (pixels[:, None] - colours[None, :, :, None, None]).square().sum(2).sqrt()
+
+
+def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
+    """Eight-connected components by spreading the largest label; 0 is background."""
+    labels = torch.arange(1, mask[0].numel() + 1, dtype=torch.float32).view(mask[0].shape) * mask
+    while True:
+        spread = F.max_pool2d(labels[:, None], 3, 1, 1)[:, 0] * mask
+        if torch.equal(spread, labels):
+            return labels.long()
+        labels = spread
+
+
+def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Best ideal shape of each region, its intersection over union, and the bounding box's centre."""
+    u, half_x, centre_x = _box_coordinates(mask.any(2))
+    w, half_y, centre_y = _box_coordinates(mask.any(3))
+    u, w = u[:, :, None, :], w[:, :, :, None]
+    inside = (u.abs() <= 1) & (w.abs() <= 1)
+    ideals = torch.stack([u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=2)
+    overlap = (ideals & mask[:, :, None]).flatten(3).sum(3)
+    union = (ideals | mask[:, :, None]).flatten(3).sum(3).clamp(min=1)
+    # A sliver fits any ideal in its own bounding box, so regions far from square lose fit.
+    aspect = torch.minimum(half_x, half_y) / torch.maximum(half_x, half_y).clamp(min=0.5)
+    fit, shape = (overlap / union).max(2)
+    fit = fit * (aspect / 0.75).clamp(max=1)
+    return shape, fit, torch.stack([centre_x, centre_y], dim=2)
+
+
+def _box_coordinates(occupied: Bool[Tensor, "n K L"]) -> tuple[Tensor, Tensor, Tensor]:
+    """Coordinates along one axis scaled so that the occupied range is [-1, 1]; its half width; its centre."""
+    index = torch.arange(occupied.shape[-1], dtype=torch.float32)
+    low = torch.where(occupied, index, torch.inf).amin(-1)
+    high = torch.where(occupied, index, -torch.inf).amax(-1)
+    low, high = low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0)
+    half, centre = (high - low + 1) / 2, (high + low) / 2
+    return (index - centre[..., None]) / half[..., None], half, centre
+
+
+def _describe_colour(pixels: Tensor, mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor]:
+    """Most frequent nearest colour among inner pixels (edges are mixtures), and its share."""
+    distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
+    inner = 1 - F.max_pool2d(1 - mask.float(), 3, 1, 1)
+    votes = torch.stack([(inner * ((nearest == c) & (distance < 70))[:, None]).sum((2, 3)) for c in range(len(COLOURS))], 2)
+    most, colour = votes.max(2)
+    return colour, most / inner.sum((2, 3)).clamp(min=1)
+
+
+class ShapesVerifier(RewardModel):
+    """Compares a picture of the shapes world with its prompt by rules; every dimension is in [0, 1].
+
+    colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing and surplus ones.
+    count: 1 minus the relative error of the number of objects.
+    position: 1 where the relation holds (or none is asked for), less the further the objects are from it.
+    clean: how flat, well formed and free of dirt the objects are.
+    strict: 1 where everything asked for is there, bound together rightly, and nothing else is.
+    """
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name="shapes",
+            dims=("colour", "shape", "count", "position", "clean", "strict"),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score the first frame of every sample."""
+        media = batch.media[:, 0].detach().float().cpu()
+        finite = media.flatten(1).isfinite().all(1)
+        objects = find_objects(media.nan_to_num())
+        values = torch.tensor([_compare(parse(p), objects, i) for i, p in enumerate(batch.prompts)])
+        return RewardOutput.build(self.spec, values, failed={int(i): "non-finite pixels" for i in (~finite).nonzero()})
+
+
+def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
+    """The six dimensions of picture i."""
+    keep = objects.present[i].nonzero().flatten().tolist()
+    colours, shapes = list(COLOURS), SHAPES
+    found = [(colours[int(objects.colour[i, j])], shapes[int(objects.shape[i, j])]) for j in keep]
+    if not found:
+        return (0.0,) * 6
+    most = max(len(found), len(scene.objects))
+    colour = _shared([c for c, _ in found], [c for c, _ in scene.objects]) / most
+    shape = _shared([s for _, s in found], [s for _, s in scene.objects]) / most
+    count = 1 - abs(len(found) - len(scene.objects)) / most
+    position = _position(scene, found, objects.centre[i, keep])
+    quality = objects.fit[i, keep] * objects.purity[i, keep]
+    clean = float(quality.mean() * (1 - objects.dirt[i]))
+    bound = _shared(found, list(scene.objects)) == most
+    strict = bound and position == 1 and float(quality.min()) >= 0.6 and float(objects.dirt[i]) <= 0.1
+    return colour, shape, count, position, clean, float(strict)
+
+
+def _shared(found: list, asked: list) -> int:
+    """Size of the multiset intersection."""
+    return sum(min(found.count(x), asked.count(x)) for x in set(asked))
+
+
+def _position(scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, "K 2"]) -> float:
+    if scene.relation is None:
+        return 1.0
+    pair = _match(scene.objects, found)
+    if pair is None:
+        return 0.0
+    dx, dy = (centre[pair[0]] - centre[pair[1]]).tolist()
+    step_x, step_y = RELATIONS[scene.relation]
+    along, across = dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
+    if along >= _MIN_OFFSET and along >= 0.8 * across:
+        return 1.0
+    return 0.5 * min(max((along + 16) / 32, 0.0), 1.0)
+
+
+def _match(asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]) -> tuple[int, int] | None:
+    """Indices of the found objects with the two asked colours, preferring those whose shapes agree too."""
+    scored = [
+        (found[i] == asked[0], found[j] == asked[1], -i, -j, (i, j))
+        for i, j in permutations(range(len(found)), 2)
+        if found[i][0] == asked[0][0] and found[j][0] == asked[1][0]
+    ]
+    return max(scored)[-1] if scored else None
