@@ -45,6 +45,8 @@ class Trajectory:
     prompts: Sequence[str]
     """One per sample."""
     group_size: int
+    means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
+    """Means of the old transitions by step, where a loss asked for them."""
 
     @property
     def num_steps(self) -> int:
@@ -79,12 +81,35 @@ class Minibatch:
     kernel: Kernel
     cond: Cond
     mean_old: Float[Tensor, "n *latent"] | None = None
-    """Mean of the transition under the policy that sampled it; for losses that say they need it."""
+    """Mean of the transition under the policy that sampled it, for losses that declare the need."""
+
+    @property
+    def required_mean_old(self) -> Float[Tensor, "n *latent"]:
+        """mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
+        assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
+        return self.mean_old
+
+    @property
+    def dt(self) -> Float[Tensor, ""]:
+        """Length of the step, sigma_k - sigma_{k+1} > 0."""
+        return self.sigmas[self.k] - self.sigmas[self.k + 1]
 
     def transition(self, field: "VelocityField") -> Gaussian:
         """pi(. | x_k) under the given velocity field."""
         velocity = field.velocity(self.x.float(), self.sigmas[self.k], self.cond)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What is known of a policy before its weights are read."""
+
+    latent_shape: tuple[int, ...]
+    parameters: int
+    trainable: int
+    bytes_per_parameter: int
+    sigmas: Callable[[int], Float[Tensor, "S"]]
+    """Number of steps to the schedule."""
 
 
 class VelocityField(ABC):
@@ -104,6 +129,17 @@ class Policy(VelocityField):
     """The network being trained; the rest of the pipeline is frozen."""
     evaluations_per_velocity: int
     """Network evaluations that one call of `velocity` costs per sample: 2 with guidance."""
+
+    precision: Literal["fp32", "bf16", "fp16"]
+    """What the network computes in; states, sigmas and log-probabilities are float32 regardless."""
+
+    @abstractmethod
+    def plan(self) -> ModelPlan:
+        """Sizes, from configuration files alone. Raises ValueError for a model that cannot be used."""
+
+    @abstractmethod
+    def load(self, device: torch.device) -> None:
+        """Read the weights. Constructors are cheap; everything below needs this first."""
 
     @abstractmethod
     def encode(self, prompts: Sequence[str]) -> Cond:
@@ -128,6 +164,10 @@ class Policy(VelocityField):
     @abstractmethod
     def load_weights(self, folder: str) -> None:
         """Read what `save_weights` wrote. Raises ValueError for weights of another model."""
+
+    @abstractmethod
+    def verify_weights(self, folder: str) -> float:
+        """Largest difference between this policy and a fresh pipeline that loads `folder`."""
 
 
 @dataclass(frozen=True)

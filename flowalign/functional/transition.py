@@ -122,6 +122,8 @@ class DDIM(Kernel):
 
     With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times
     n = ((1 - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar').
+    In flow coordinates this is std = sigma_next eta sqrt(1 - q^2), with q = sigma_next (1 - sigma) /
+    (sigma (1 - sigma_next)), which keeps its precision where abar is close to 1.
 
     Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
     """
@@ -131,11 +133,9 @@ class DDIM(Kernel):
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
-        norm, norm_next = (s**2 + (1 - s) ** 2 for s in (sigma, following))
-        abar, abar_next = (1 - sigma) ** 2 / norm, (1 - following) ** 2 / norm_next
-        var = eta**2 * (1 - abar_next) / (1 - abar) * (1 - abar / abar_next)
-        c1 = (1 - abar_next - var).clamp(min=0).sqrt()
-        return Coefficients(c1 * norm_next.sqrt(), (var * norm_next).sqrt())
+        q = following * (1 - sigma) / (sigma * (1 - following))
+        variance = eta**2 * (1 - q**2).clamp(min=0)
+        return Coefficients(following * (1 - variance).clamp(min=0).sqrt(), following * variance.sqrt())
 
 
 def transition(

@@ -1,0 +1,1 @@
+"""Losses that update a policy from denoising transitions. One file per loss."""

@@ -1,0 +1,1 @@
+"""Step-level credit: how much each denoising step earned. One file per method."""

@@ -1,0 +1,72 @@
+"""Prompts: reading them, and an order that is a pure function of the seed."""
+
+import json
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A list of prompts, gone through in a new random order each epoch."""
+
+    texts: Sequence[str]
+    seed: int = 0
+
+    def batch(self, step: int, size: int) -> list[str]:
+        """The prompts of one step: the same for the same seed, however often the run was resumed."""
+        return [self._at(i) for i in range(step * size, (step + 1) * size)]
+
+    def _at(self, position: int) -> str:
+        epoch, offset = divmod(position, len(self.texts))
+        return self.texts[_order(self.seed, epoch, len(self.texts))[offset]]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
+    order = list(range(num_prompts))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def read_prompts(path: str) -> list[str]:
+    """Prompts of a text file (one a line) or a JSONL file (field `prompt`), blank lines left out.
+
+    Raises:
+        ValueError: the file is missing, empty, or a line holds no prompt.
+    """
+    file = Path(bundled(path))
+    if not file.is_file():
+        raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
+    lines = [(n, line.strip()) for n, line in enumerate(file.read_text().splitlines(), 1)]
+    lines = [(n, line) for n, line in lines if line]
+    if not lines:
+        raise ValueError(f"prompts file {path!r} holds no prompt")
+    if file.suffix == ".jsonl":
+        return [_field(line, f"{path}:{n}") for n, line in lines]
+    return [line for _, line in lines]
+
+
+def _field(line: str, where: str) -> str:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
+    return prompt
+
+
+def bundled(path: str) -> str:
+    """The path itself where it exists; for `assets/...` and `configs/...` else the copy inside the package."""
+    if os.path.exists(path) or not path.startswith(("assets/", "configs/")):
+        return path
+    here = Path(__file__).parent
+    for root in (here / "bundled", here.parent):
+        if (root / path).exists():
+            return str(root / path)
+    return path

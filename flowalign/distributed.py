@@ -1,0 +1,78 @@
+"""The few lines that know about processes: who I am, gathering small tensors, summing gradients."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among its peers. All collective calls must be made by every process."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes files and talks to the person."""
+        return self.rank == 0
+
+    def share(self, items: Sequence[T]) -> Sequence[T]:
+        """My consecutive part of a list, as even as it gets; parts in rank order give the list."""
+        bounds = [len(items) * r // self.world for r in range(self.world + 1)]
+        return items[bounds[self.rank] : bounds[self.rank + 1]]
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Concatenation over ranks along the first axis, which may differ in length; on the CPU."""
+        if self.world == 1:
+            return tensor.cpu()
+        parts: list[Tensor] = [torch.empty(0)] * self.world
+        dist.all_gather_object(parts, tensor.detach().cpu())
+        return torch.cat(parts)
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up gradients over ranks in one flat reduction; a parameter unused on some rank counts as 0."""
+        if self.world == 1:
+            return
+        parameters = list(parameters)
+        for p in parameters:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        grads = [p.grad for p in parameters if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+            g.copy_(part.view_as(g))
+
+    def spread(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Largest difference of any parameter's sum between ranks: 0 while they hold equal weights."""
+        sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
+        everyone = self.gather(sums[None])
+        return float((everyone.amax(0) - everyone.amin(0)).max())
+
+    def barrier(self) -> None:
+        """Wait for the others."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def join(device: str = "auto") -> Processes:
+    """Join the process group that torchrun announces in the environment, or stand alone."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no CUDA device; allowed here: auto, cpu")
+    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(chosen)
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    return Processes(rank, world, chosen)

@@ -1,0 +1,45 @@
+"""Exponential moving average of the trained parameters."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class EMA:
+    """average <- decay * average + (1 - decay) * parameters, every `every` optimizer steps.
+
+    Early on the decay is min(decay, (1 + n) / (10 + n)), so the first updates are not drowned by the start.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], decay: float, every: int = 1):
+        if not 0 <= decay < 1 or every < 1:
+            raise ValueError(f"ema decay {decay}, every {every}: decay must be in [0, 1), every at least 1")
+        self.parameters, self.decay, self.every = list(parameters), decay, every
+        self.average = [p.detach().clone() for p in self.parameters]
+        self.num_updates = 0
+
+    @torch.no_grad()
+    def update(self, optimizer_step: int) -> None:
+        """Take in the parameters after an optimizer step."""
+        if optimizer_step % self.every:
+            return
+        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        self.num_updates += 1
+        torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - decay)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Inside, the parameters are the average; afterwards they are what they were."""
+        kept = [p.detach().clone() for p in self.parameters]
+        self._write(self.average)
+        try:
+            yield
+        finally:
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: Sequence[Tensor]) -> None:
+        for p, value in zip(self.parameters, values, strict=True):
+            p.copy_(value)

@@ -1,0 +1,108 @@
+"""Checks that run by themselves during the first steps and name what is wrong.
+
+Each of them answers a bug that a released code base shipped: a rollout that the trainer cannot reproduce,
+a KL term without gradient, adapters that never move, ranks that drift apart.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowalign.functional.transition import log_density
+from flowalign.learner import Learner, TrainingFailure
+from flowalign.types import Minibatch, PolicyLoss, VelocityField
+
+OnFailure = Literal["raise", "warn"]
+
+
+class Checks:
+    """The gates of one run: before the first update, after the first, and after the second."""
+
+    def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure):
+        self.algorithm, self.learner, self.on_failure = algorithm, learner, on_failure
+        self.start = dict(learner.snapshot())
+        self.seen = 0
+        self.found: dict[str, float] = {}
+        self.notes: list[str] = []
+
+    def before_update(self, batches: Iterable[Minibatch]) -> None:
+        """Before the run's first update: the ratio of every stored transition must be 1."""
+        if self.seen:
+            return
+        drift = replay_drift(self.learner.policy, batches)
+        for k, deviation in drift.items():
+            self.found[f"check/ratio_drift_{k}"] = deviation
+        worst = max(drift, key=lambda k: drift[k], default=None)
+        if worst is not None and not drift[worst] <= self.algorithm.clip / 4:
+            self._fail(
+                f"before any update the ratio of denoising step {worst} is off 1 by {drift[worst]:.1e}, too much "
+                f"for a clip range of {self.algorithm.clip:g}: clipping would act on rounding noise.\n"
+                "Make sampling.micro_batch and micro_batch equal, compute in fp32 or fp16, or widen the clip."
+            )
+
+    def after_update(self, batches: Iterable[Minibatch]) -> None:
+        """After the first two updates: weights moved, KL has a gradient, ranks agree."""
+        self.seen += 1
+        if self.seen > 2:
+            return
+        if self.learner.num_skipped < self.learner.num_updates:
+            self._moved()
+            if self.algorithm.needs_reference:
+                self._kl_gradient(next(iter(batches), None))
+        spread = self.learner.processes.spread(self.learner.parameters)
+        self.found["check/rank_spread"] = spread
+        if spread != 0:
+            self._fail(f"after an update the ranks hold different weights (sums differ by {spread:.1e}).")
+
+    def metrics(self) -> dict[str, float]:
+        """What the gates measured since the last call."""
+        found, self.found = self.found, {}
+        return found
+
+    def _moved(self) -> None:
+        now = {name: p.detach() for name, p in self.learner.named.items()}
+        still = [name for name, before in self.start.items() if torch.equal(before, now[name])]
+        self.found["check/moved_share"] = 1 - len(still) / len(now)
+        if len(still) == len(now):
+            self._fail(
+                f"no trained parameter changed in update {self.learner.num_updates}: all advantages were 0 "
+                "(see zero_std_ratio), or the loss does not reach the parameters."
+            )
+        elif self.seen == 2 and still:
+            self._fail(f"{len(still)} of {len(now)} trained parameters never changed, first {still[0]}.")
+
+    def _kl_gradient(self, batch: Minibatch | None) -> None:
+        if batch is None:
+            return
+        silent = _without_advantage(batch)
+        loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, silent)
+        size = 0.0
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, self.learner.parameters, allow_unused=True)
+            size = sum(float(g.abs().sum()) for g in grads if g is not None)
+        self.found["check/kl_gradient"] = size
+        if size == 0:
+            self._fail("the KL term has no gradient: the reference equals the policy, or it was detached.")
+
+    def _fail(self, message: str) -> None:
+        if self.on_failure == "raise":
+            raise TrainingFailure(f"{message}\n(on_failed_check: warn goes on regardless)")
+        self.notes.append(message)
+
+
+@torch.no_grad()
+def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
+    """Largest |ratio - 1| of each denoising step at the weights that sampled it."""
+    drift: dict[int, Tensor] = {}
+    for batch in batches:
+        logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))
+        worst = ((logp - batch.logp_old).exp() - 1).abs().max()
+        drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
+    return {k: float(worst) for k, worst in drift.items()}
+
+
+def _without_advantage(batch: Minibatch) -> Minibatch:
+    return replace(batch, advantage=torch.zeros_like(batch.advantage))

@@ -1,0 +1,232 @@
+"""The online loop: prompts -> trajectory -> values -> credit -> advantages -> loss -> update.
+
+Glossary. A *step* of the loop samples `prompts_per_step` x `samples_per_prompt` trajectories and makes
+`epochs_per_step` x `updates_per_step` *updates* (optimizer steps) from them; an update accumulates the gradient
+over *micro-batches*. A *denoising step* k is one transition of a trajectory.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign import gates
+from flowalign.algorithms.grpo import GRPO
+from flowalign.credit.outcome import Outcome
+from flowalign.data import Prompts
+from flowalign.functional.advantage import Combine, Scale, advantages, zero_spread_share
+from flowalign.functional.weight import StepWeight, step_weights
+from flowalign.learner import Learner
+from flowalign.rewards import OnFailure, Rewards, StateValues, surviving
+from flowalign.rollout import Sampling, finish, sample, take
+from flowalign.seeds import generator
+from flowalign.types import CreditEstimator, Minibatch, PolicyLoss, StepCredit, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Online:
+    """One online-RL recipe: what to sample, what to credit, what to optimise."""
+
+    sampling: Sampling
+    credit: CreditEstimator = field(default_factory=Outcome)
+    algorithm: PolicyLoss = field(default_factory=GRPO)
+    prompts_per_step: int = 8
+    """P over all processes together."""
+    updates_per_step: int = 1
+    """Into how many optimizer updates the samples of a step are divided."""
+    epochs_per_step: int = 1
+    """How often the samples of a step are gone through."""
+    micro_batch: int = 64
+    """Transitions per forward and backward pass; changes memory, not the update."""
+    advantage_scale: Scale = "group"
+    advantage_combine: Combine = "sum_of_advantages"
+    advantage_clip: float = 5.0
+    std_floor: float = 1e-6
+    """Groups whose rewards spread less than this carry no signal."""
+    step_weight: StepWeight = "uniform"
+    on_failed_reward: OnFailure = "raise"
+    on_failed_check: gates.OnFailure = "raise"
+
+    def __post_init__(self) -> None:
+        """Reject what no run can use, before anything heavy is loaded."""
+        for name in ("prompts_per_step", "updates_per_step", "epochs_per_step", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
+        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
+            raise ValueError(
+                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
+                "Use at least 2, or advantage_scale batch"
+            )
+        for iteration in (0, 10**6):
+            self.sampling.window.steps(self.sampling.num_steps, iteration, torch.Generator())
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one step has sampled on this rank, and what all ranks together have earned."""
+
+    trajectory: Trajectory
+    advantage: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    weight: Float[Tensor, "T"]
+    everyone: Bool[Tensor, "B_all T"]
+    """The masks of all ranks, in rank order."""
+    first: int
+    """Position of my first sample among everyone's."""
+
+
+def train_online(
+    cfg: Online, learner: Learner, rewards: Rewards, prompts: Prompts, seed: int, steps: Iterable[int]
+) -> Iterator[dict[str, float]]:
+    """Run the given steps of the loop, yielding the metrics of each.
+
+    The caller owns logging, evaluation and checkpoints: they happen between two yields.
+    """
+    checks = gates.Checks(cfg.algorithm, learner, cfg.on_failed_check)
+    for step in steps:
+        start = time.perf_counter()
+        trajectory = rollout(cfg, learner, prompts.batch(step, cfg.prompts_per_step), seed, step)
+        sampled = time.perf_counter()
+        batch, metrics = judge(cfg, learner, rewards, trajectory)
+        judged = time.perf_counter()
+        checks.before_update(minibatches(batch, torch.arange(len(batch.mask)), cfg.micro_batch))
+        checked = time.perf_counter()
+        metrics |= update(cfg, learner, batch, seed, step)
+        checks.after_update(minibatches(batch, torch.arange(len(batch.mask)), cfg.micro_batch))
+        done = time.perf_counter()
+        metrics |= {
+            "timing/sample": sampled - start,
+            "timing/reward": judged - sampled,
+            "timing/update": done - checked,
+            "timing/step": done - start,
+            "throughput": len(batch.everyone) / (done - start),
+        }
+        yield metrics | checks.metrics()
+
+
+def rollout(cfg: Online, learner: Learner, prompts: Sequence[str], seed: int, step: int) -> Trajectory:
+    """Sample my share of the prompts; the window is everyone's, the noise belongs to the prompt."""
+    window = cfg.sampling.window.steps(cfg.sampling.num_steps, step, generator(seed, "window", step))
+    mine = learner.processes.share(range(len(prompts)))
+    return sample(
+        learner.policy,
+        [prompts[i] for i in mine],
+        cfg.sampling,
+        window,
+        [generator(seed, "noise", step, i) for i in mine],
+        keep_means=cfg.algorithm.needs_mean_old,
+    )
+
+
+def judge(
+    cfg: Online, learner: Learner, rewards: Rewards, trajectory: Trajectory
+) -> tuple[Rollout, dict[str, float]]:
+    """Value the states that the credit method asks for, and compare transitions over all ranks."""
+    values = StateValues(
+        learner.policy, rewards, trajectory,
+        finish=lambda k: finish(learner.policy, trajectory, k, cfg.sampling.micro_batch),
+        micro_batch=cfg.sampling.micro_batch,
+    )  # fmt: skip
+    earned = cfg.credit(trajectory, values)
+    usable = rewards.usable(earned.value.isfinite().flatten(0, 1)).view(earned.mask.shape)
+    usable = surviving(usable, trajectory.group_size, cfg.on_failed_reward)
+    gathered = _gather(learner, StepCredit(earned.value, earned.group, earned.mask & usable))
+    ids = gathered.group
+    if cfg.advantage_scale == "joint":
+        ids = (torch.arange(len(ids)) // trajectory.group_size)[:, None].expand_as(ids)
+    advantage = advantages(
+        gathered.value.nan_to_num(), ids, gathered.mask, rewards.weights,
+        scale=cfg.advantage_scale, combine=cfg.advantage_combine, std_floor=cfg.std_floor,
+    ).clamp(-cfg.advantage_clip, cfg.advantage_clip)  # fmt: skip
+    first = _first(learner, len(earned.mask))
+    stochastic = trajectory.eta[0] > 0
+    batch = Rollout(
+        trajectory=trajectory,
+        advantage=advantage[first : first + len(earned.mask)],
+        mask=gathered.mask[first : first + len(earned.mask)],
+        weight=step_weights(
+            cfg.step_weight, trajectory.kernel, trajectory.sigmas, trajectory.eta[0], stochastic
+        ),
+        everyone=gathered.mask,
+        first=first,
+    )
+    final = learner.processes.gather(values.output(trajectory.num_steps).values)
+    return batch, _reward_metrics(rewards, final, gathered, advantage)
+
+
+def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) -> dict[str, float]:
+    """Make the updates of one step; returns their metrics, averaged over transitions and ranks."""
+    totals: dict[str, Tensor] = {}
+    metrics: dict[str, float] = {}
+    num_parts = cfg.updates_per_step * cfg.epochs_per_step
+    for epoch in range(cfg.epochs_per_step):
+        order = torch.randperm(len(batch.everyone), generator=generator(seed, "order", step, epoch))
+        for part in order.tensor_split(cfg.updates_per_step):
+            num_trained = int(batch.everyone[part].sum())
+            mine = part[(part >= batch.first) & (part < batch.first + len(batch.mask))] - batch.first
+            for minibatch in minibatches(batch, mine, cfg.micro_batch):
+                loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
+                share = len(minibatch.x) / num_trained
+                learner.backward(share * loss)
+                for name, stat in stats.items():
+                    totals[name] = totals.get(name, 0.0) + share / num_parts * stat
+            metrics |= learner.step() if num_trained else {}
+    names = sorted(totals)
+    if names:
+        summed = learner.processes.gather(torch.stack([totals[n] for n in names])[None]).sum(0)
+        metrics |= dict(zip(names, summed.tolist(), strict=True))
+    return metrics
+
+
+def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
+    """Every trained transition of the given samples once, at most `size` samples of one step k at a time."""
+    trajectory, device = batch.trajectory, batch.trajectory.states.device
+    for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
+        for chosen in rows[batch.mask[rows, k]].split(size):
+            on_device = chosen.to(device)
+            yield Minibatch(
+                k=k,
+                x=trajectory.states[on_device, k],
+                x_next=trajectory.states[on_device, k + 1],
+                logp_old=trajectory.logp[on_device, k],
+                advantage=batch.advantage[chosen, k].to(device),
+                weight=batch.weight[k].expand(len(chosen)),
+                sigmas=trajectory.sigmas,
+                eta=trajectory.eta[on_device, k],
+                kernel=trajectory.kernel,
+                cond=take(trajectory.cond, on_device // trajectory.group_size),
+                mean_old=trajectory.means[k][on_device] if k in trajectory.means else None,
+            )
+
+
+def _gather(learner: Learner, mine: StepCredit) -> StepCredit:
+    """Everyone's credit in rank order; groups never span ranks, so ids only need to differ."""
+    gather = learner.processes.gather
+    group = mine.group + (learner.processes.rank << 40)
+    return StepCredit(gather(mine.value), gather(group), gather(mine.mask))
+
+
+def _first(learner: Learner, num_mine: int) -> int:
+    counts = learner.processes.gather(torch.tensor([num_mine]))
+    return int(counts[: learner.processes.rank].sum())
+
+
+def _reward_metrics(
+    rewards: Rewards, final: Float[Tensor, "n R"], credit: StepCredit, advantage: Float[Tensor, "n T"]
+) -> dict[str, float]:
+    mean = dict(zip(rewards.dims, final.nanmean(0).tolist(), strict=True))
+    weighted = (final.nan_to_num() @ rewards.weights)[rewards.usable(final.isfinite())]
+    total = credit.value.nan_to_num() @ rewards.weights
+    flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if credit.mask.any() else 1.0
+    return {
+        **{f"reward/{dim}": value for dim, value in mean.items()},
+        "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),
+        "reward_std": float(weighted.std(correction=0)) if len(weighted) else float("nan"),
+        "reward_invalid": float(1 - rewards.usable(final.isfinite()).float().mean()),
+        "zero_std_ratio": flat,
+        "adv_abs_mean": float(advantage[credit.mask].abs().mean()) if credit.mask.any() else 0.0,
+        "transitions": float(credit.mask.sum()),
+    }

@@ -1,0 +1,59 @@
+"""The policy before training, for KL terms."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+
+from flowalign.types import Cond, Policy, VelocityField
+
+
+class AdapterOff(VelocityField):
+    """For LoRA: the same weights in memory, adapters switched off."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """The base model's dx / dsigma."""
+        with adapters_off(self.policy.denoiser):
+            return self.policy.velocity(x, sigma, cond)
+
+
+class FrozenCopy(VelocityField):
+    """For full fine-tuning: a copy of the denoiser as it is now."""
+
+    def __init__(self, policy: Policy):
+        self.policy = copy.copy(policy)
+        self.policy.denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """The copy's dx / dsigma."""
+        return self.policy.velocity(x, sigma, cond)
+
+
+def reference_for(policy: Policy) -> VelocityField:
+    """Adapter off where there is one, else a frozen copy. Call it before the first update."""
+    return AdapterOff(policy) if _adapters(policy.denoiser) else FrozenCopy(policy)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Run the base model of a peft-adapted module."""
+    adapters = _adapters(module)
+    for layer in adapters:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in adapters:
+            layer.enable_adapters(True)
+
+
+def _adapters(module: nn.Module) -> list[BaseTunerLayer]:
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

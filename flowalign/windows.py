@@ -1,0 +1,96 @@
+"""Which denoising steps are stochastic and trained. A window is one choice per iteration, shared by all samples."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+
+class Window(ABC):
+    """Chooses the SDE steps of an iteration; all other steps are ODE steps."""
+
+    @abstractmethod
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """Increasing step indices in [0, num_steps). Raises ValueError if the window does not fit."""
+
+
+@dataclass(frozen=True)
+class AllButLast(Window):
+    """Every step but the last, whose noise would reach the picture. Source: Flow-GRPO, arXiv:2505.05470v5."""
+
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """0, ..., num_steps - 2."""
+        return tuple(range(num_steps - 1))
+
+
+@dataclass(frozen=True)
+class Fixed(Window):
+    """Steps start, ..., stop - 1."""
+
+    start: int
+    stop: int
+
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """The same steps each time."""
+        return _inside(self.start, self.stop, num_steps)
+
+
+@dataclass(frozen=True)
+class Random(Window):
+    """`size` consecutive steps starting at a uniform draw from [low, high).
+
+    Source: Flow-GRPO-Fast (code of arXiv:2505.05470): size 2 or 3, start in the first half.
+    """
+
+    size: int = 2
+    low: int = 0
+    high: int | None = None
+    """None: half the steps."""
+
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """One draw from the generator."""
+        high = num_steps // 2 if self.high is None else self.high
+        if not self.low < high:
+            raise ValueError(f"random window draws its start from [{self.low}, {high}), which is empty")
+        _inside(high - 1, high - 1 + self.size, num_steps)
+        start = int(torch.randint(self.low, high, (), generator=generator))
+        return _inside(start, start + self.size, num_steps)
+
+
+@dataclass(frozen=True)
+class RandomSubset(Window):
+    """A random `share` of all steps but the last. Source: DanceGRPO, arXiv:2505.07818v4, share 0.6."""
+
+    share: float = 0.6
+
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """A fresh subset each iteration."""
+        count = int(self.share * (num_steps - 1))
+        if not 1 <= count <= num_steps - 1:
+            raise ValueError(f"share {self.share} of {num_steps - 1} steps is {count} steps; need at least 1")
+        return tuple(sorted(torch.randperm(num_steps - 1, generator=generator)[:count].tolist()))
+
+
+@dataclass(frozen=True)
+class Sliding(Window):
+    """`size` steps that move by `stride` every `every` iterations and stop at the end of the schedule.
+
+    Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows shrink; here
+    the window stays whole.
+    """
+
+    size: int = 4
+    every: int = 25
+    stride: int = 1
+
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """The window of this iteration."""
+        _inside(0, self.size, num_steps)
+        start = min(self.stride * (iteration // self.every), num_steps - self.size)
+        return _inside(start, start + self.size, num_steps)
+
+
+def _inside(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
+    if not 0 <= start < stop <= num_steps:
+        raise ValueError(f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps [0, {num_steps})")
+    return tuple(range(start, stop))

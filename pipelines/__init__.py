@@ -1,0 +1,1 @@
+"""Diffusers pipelines as flowalign policies, one file per family."""

@@ -1,0 +1,108 @@
+"""What is trained of a denoiser, and how it is written so that diffusers loads it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from diffusers.models import ModelMixin
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+from torch import Tensor
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """A low-rank adapter on the denoiser."""
+
+    rank: int = 32
+    alpha: int = 64
+    target_modules: tuple[str, ...] = (
+        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
+        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
+    )  # fmt: skip
+    """Name endings of the linear layers that get one. Source: Flow-GRPO's SD3 configuration."""
+
+
+def load_pipeline(cls: type[DiffusionPipeline], path: str, dtype: torch.dtype) -> Any:
+    """A pipeline whose parts are all in one dtype, whatever dtype they were stored in."""
+    pipe = cls.from_pretrained(path, torch_dtype=dtype)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.to(dtype).eval().requires_grad_(False)
+    return pipe
+
+
+def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
+    """Leave exactly the trained parameters with gradients, in float32: the adapter, or everything."""
+    if lora is None:
+        denoiser.requires_grad_(True).float()
+        return
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, init_lora_weights="gaussian",
+        target_modules=list(lora.target_modules),
+    )  # fmt: skip
+    denoiser.add_adapter(config)
+    for parameter in denoiser.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+
+
+def save_weights(cls: type[DiffusionPipeline], denoiser: ModelMixin, folder: str) -> None:
+    """The adapter with its metadata (without it, alpha / rank is lost on loading), or the whole denoiser."""
+    if not is_adapted(denoiser):
+        denoiser.save_pretrained(Path(folder) / "transformer")
+        return
+    cls.save_lora_weights(  # type: ignore[attr-defined]
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(denoiser),
+        transformer_lora_adapter_metadata=adapter_metadata(denoiser),
+    )
+
+
+def load_weights(denoiser: ModelMixin, folder: str) -> None:
+    """Read what `save_weights` wrote into the same kind of model; nothing missing, nothing unexpected."""
+    if is_adapted(denoiser):
+        file = Path(folder) / LORA_FILE
+        state = load_file(_existing(file))
+        state = {k.removeprefix("transformer."): v for k, v in state.items()}
+        _same_shapes(state, get_peft_model_state_dict(denoiser), file)
+        set_peft_model_state_dict(denoiser, state)
+        return
+    file = Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors"
+    state = load_file(_existing(file))
+    _same_shapes(state, denoiser.state_dict(), file)
+    denoiser.load_state_dict(state)
+
+
+def is_adapted(denoiser: ModelMixin) -> bool:
+    """Whether a LoRA adapter has been added."""
+    return bool(denoiser._hf_peft_config_loaded)
+
+
+def adapter_metadata(denoiser: ModelMixin) -> dict[str, Any]:
+    """The adapter's configuration as JSON can hold it."""
+    metadata = denoiser.peft_config["default"].to_dict()
+    return json.loads(json.dumps(metadata, default=sorted))
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: not a checkpoint of this kind of training")
+    return file
+
+
+def _same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
+    wrong = got.keys() ^ wanted.keys()
+    wrong |= {k for k in got.keys() & wanted.keys() if got[k].shape != wanted[k].shape}
+    if wrong:
+        raise ValueError(
+            f"{file} belongs to another model or adapter: {len(wrong)} of {len(wanted)} tensors differ,\n"
+            f"for example {sorted(wrong)[0]}"
+        )
