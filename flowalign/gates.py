@@ -4,6 +4,7 @@ Each of them answers a bug that a released code base shipped: a rollout that the
 a KL term without gradient, adapters that never move, ranks that drift apart.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
@@ -71,8 +72,8 @@ class Checks:
                 f"no trained parameter changed in update {self.learner.num_updates}: all advantages were 0 "
                 "(see zero_std_ratio), or the loss does not reach the parameters."
             )
-        elif self.seen == 2 and still:
-            self._fail(f"{len(still)} of {len(now)} trained parameters never changed, first {still[0]}.")
+        elif self.seen == 2 and (dead := _kind_names(still) - _kind_names(set(now) - set(still))):
+            self._fail(f"parameters of this kind never change, in any layer: {', '.join(sorted(dead))}.")
 
     def _kl_gradient(self, batch: Minibatch | None) -> None:
         if batch is None:
@@ -102,6 +103,11 @@ def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[in
         worst = ((logp - batch.logp_old).exp() - 1).abs().max()
         drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
     return {k: float(worst) for k, worst in drift.items()}
+
+
+def _kind_names(names: Iterable[str]) -> set[str]:
+    """Parameter names without layer numbers. Single layers may rightly be idle, a whole kind may not."""
+    return {re.sub(r"\.\d+\.", ".*.", name) for name in names}
 
 
 def _without_advantage(batch: Minibatch) -> Minibatch:

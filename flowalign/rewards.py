@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowalign.costs import Costs
 from flowalign.types import MediaBatch, Policy, RewardModel, RewardOutput, Trajectory
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
@@ -24,10 +25,9 @@ class Rewards:
     models: Sequence[RewardModel]
     weight_of: Mapping[str, float]
     on_failure: OnFailure = "raise"
+    costs: Costs = field(default_factory=Costs)
     dims: tuple[str, ...] = field(init=False)
     weights: Float[Tensor, "R"] = field(init=False)
-    num_scored: int = field(init=False, default=0)
-    """Media scored so far, once per reward model."""
 
     def __post_init__(self) -> None:
         """Refuse weights that name nothing, or nothing to optimise."""
@@ -45,7 +45,7 @@ class Rewards:
     def score(self, batch: MediaBatch) -> RewardOutput:
         """All dimensions of all models; reasons joined."""
         parts = [model.score(batch) for model in self.models]
-        self.num_scored += len(batch.prompts) * len(self.models)
+        self.costs.reward_calls += len(batch.prompts) * len(self.models)
         reasons: dict[int, str] = {}
         for part in parts:
             for i, why in part.reasons.items():
@@ -78,6 +78,7 @@ class StateValues:
         if k not in self.known:
             media = [self.policy.decode(x).cpu() for x in self.finish(k).split(self.micro_batch)]
             batch = MediaBatch(torch.cat(media), self.trajectory.prompts)
+            self.rewards.costs.decodes += len(batch.prompts)
             self.known[k] = self.rewards.score(batch)
             self._check(k)
         return self.known[k]

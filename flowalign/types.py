@@ -108,6 +108,8 @@ class ModelPlan:
     parameters: int
     trainable: int
     bytes_per_parameter: int
+    activation_bytes: int
+    """Kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
     """Number of steps to the schedule."""
 

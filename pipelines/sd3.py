@@ -1,9 +1,9 @@
 """Stable Diffusion 3 and 3.5 of any size as a flowalign policy."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -52,6 +52,7 @@ class SD3(Policy):
             parameters=total,
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=PRECISIONS[self.precision].itemsize,
+            activation_bytes=self._activation_bytes(transformer_config),
             sigmas=lambda num_steps: _sigmas(scheduler, num_steps),
         )
 
@@ -106,22 +107,29 @@ class SD3(Policy):
         load_weights(self.denoiser, folder)
 
     def verify_weights(self, folder: str) -> float:
-        """Largest difference of the velocity after `pipe.load_lora_weights(folder)` into a fresh model."""
-        if self.lora is None:
-            fresh = SD3Transformer2DModel.from_pretrained(folder, subfolder="transformer")
-        else:
-            pipe = load_pipeline(StableDiffusion3Pipeline, self.path, PRECISIONS[self.precision])
-            pipe.load_lora_weights(folder)
-            fresh = pipe.transformer
-        generator = torch.Generator().manual_seed(0)
-        x, cond = self.noise(2, generator), self.encode(["a", "b"])
+        fresh = self._fresh_transformer(folder).to(self.denoiser.device)
+        x, cond = self.noise(2, torch.Generator().manual_seed(0)), self.encode(["a", "b"])
         sigma, mine = self.schedule(4)[1], self.denoiser
         with torch.no_grad():
             expected = self.velocity(x, sigma, cond)
-            self.denoiser = fresh.to(mine.device)
+            self.denoiser = fresh
             got = self.velocity(x, sigma, cond)
         self.denoiser = mine
         return float((got - expected).abs().max())
+
+    def _fresh_transformer(self, folder: str) -> SD3Transformer2DModel:
+        """What a user of plain diffusers gets from `folder`."""
+        if self.lora is None:
+            return SD3Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+        absent = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+        pipe = load_pipeline(
+            StableDiffusion3Pipeline, self.path, PRECISIONS[self.precision], **dict.fromkeys(absent)
+        )
+        pipe.load_lora_weights(folder)
+        for parameter in pipe.transformer.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
+        return pipe.transformer
 
     def _denoise(self, x: Tensor, sigma: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
         dtype = PRECISIONS[self.precision]
@@ -134,7 +142,9 @@ class SD3(Policy):
                 return_dict=False,
             )[0].float()
 
-    def _latent_shape(self, transformer, vae) -> tuple[int, int, int]:  # noqa: ANN001
+    def _latent_shape(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, int, int]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = factor * transformer["patch_size"]
         if self.height % unit or self.width % unit:
@@ -142,6 +152,14 @@ class SD3(Policy):
                 f"size {self.width}x{self.height}: both sides must be multiples of {unit} for {self.path}"
             )
         return transformer["in_channels"], self.height // factor, self.width // factor
+
+    def _activation_bytes(self, transformer: Mapping[str, Any]) -> int:
+        """About 34 values per token, layer and channel (both attention and feed-forward), one layer if recomputed."""
+        _, h, w = self._latent_shape(transformer, self._config("vae"))
+        tokens = h * w // transformer["patch_size"] ** 2 + 77 + self.max_sequence_length
+        width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
+        layers = 1 if self.gradient_checkpointing else transformer["num_layers"]
+        return 34 * tokens * width * layers * PRECISIONS[self.precision].itemsize
 
     def _config(self, part: str) -> dict:
         names = ("config.json", "scheduler_config.json")

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from diffusers import DiffusionPipeline
 from diffusers.models import ModelMixin
+from diffusers.utils import logging as diffusers_logging
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -30,9 +32,13 @@ class Lora:
     """Name endings of the linear layers that get one. Source: Flow-GRPO's SD3 configuration."""
 
 
-def load_pipeline(cls: type[DiffusionPipeline], path: str, dtype: torch.dtype) -> Any:
+def load_pipeline(
+    cls: type[DiffusionPipeline], path: str, dtype: torch.dtype, **components: Any
+) -> Any:
     """A pipeline whose parts are all in one dtype, whatever dtype they were stored in."""
-    pipe = cls.from_pretrained(path, torch_dtype=dtype)
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    pipe = cls.from_pretrained(path, dtype=dtype, **components)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.to(dtype).eval().requires_grad_(False)

@@ -23,7 +23,7 @@ class PixelPolicy(Policy):
 
     def plan(self) -> ModelPlan:
         size = sum(p.numel() for p in self.denoiser.parameters())
-        return ModelPlan((3,), size, size, 4, lambda n: torch.linspace(1, 0, n + 1))
+        return ModelPlan((3,), size, size, 4, 4 * 32, lambda n: torch.linspace(1, 0, n + 1))
 
     def load(self, device: torch.device) -> None:
         self.denoiser.to(device)

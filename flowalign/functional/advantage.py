@@ -30,12 +30,12 @@ def group_center(
     _, index = group.unique(return_inverse=True)
     centred = value - group_mean(value, index)
     spread = _group_std(centred, index, correction)
-    centred = centred.masked_fill(spread <= std_floor, 0.0)
+    flat = spread <= std_floor
     if scale == "none":
-        return centred
+        return centred.masked_fill(flat, 0.0)
     if scale == "batch":
         spread = value.std(0, correction=min(correction, len(value) - 1), keepdim=True)
-    return centred / (spread + eps)
+    return (centred / (spread + eps)).masked_fill(flat, 0.0)
 
 
 def advantages(
@@ -61,17 +61,19 @@ def advantages(
     if len(chosen) == 0:
         return out
     if combine == "advantage_of_sum":
-        chosen, weights = (chosen @ weights)[:, None], torch.ones(1)
+        chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
     out[mask] = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction) @ weights
     return out
 
 
 def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """Mean over the rows with the same index (0, 1, ...), repeated to every row."""
-    num_groups = int(index.max()) + 1
-    total = value.new_zeros(num_groups, value.shape[1]).index_add(0, index, value)
-    count = value.new_zeros(num_groups).index_add(0, index, torch.ones_like(value[:, 0]))
-    return (total / count[:, None])[index]
+    """Mean over the rows with the same index (0, 1, ...), repeated to every row.
+
+    Summed in float64, so that the mean of equal float32 values is exactly that value.
+    """
+    count = torch.bincount(index)
+    total = value.new_zeros(len(count), value.shape[1], dtype=torch.float64)
+    return (total.index_add(0, index, value.double()) / count[:, None])[index].to(value.dtype)
 
 
 def zero_spread_share(
@@ -81,7 +83,7 @@ def zero_spread_share(
     ids, index = group.unique(return_inverse=True)
     centred = value[:, None] - group_mean(value[:, None], index)
     flat = _group_std(centred, index, 0)[:, 0] <= std_floor
-    return float(torch.zeros(len(ids)).scatter_(0, index, flat.float()).mean())
+    return float(torch.zeros(len(ids), device=value.device).scatter_(0, index, flat.float()).mean())
 
 
 def _group_std(centred: Tensor, index: Tensor, correction: int) -> Tensor:

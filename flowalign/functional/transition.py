@@ -122,8 +122,8 @@ class DDIM(Kernel):
 
     With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times
     n = ((1 - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar').
-    In flow coordinates this is std = sigma_next eta sqrt(1 - q^2), with q = sigma_next (1 - sigma) /
-    (sigma (1 - sigma_next)), which keeps its precision where abar is close to 1.
+    In flow coordinates that is std = sigma_next eta sqrt(1 - q^2) with
+    q = sigma_next (1 - sigma) / (sigma (1 - sigma_next)), precise where abar is close to 1, too.
 
     Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
     """
@@ -135,7 +135,8 @@ class DDIM(Kernel):
         sigma, following = sigmas[k], sigmas[k + 1]
         q = following * (1 - sigma) / (sigma * (1 - following))
         variance = eta**2 * (1 - q**2).clamp(min=0)
-        return Coefficients(following * (1 - variance).clamp(min=0).sqrt(), following * variance.sqrt())
+        kept = (1 - variance).clamp(min=0)
+        return Coefficients(following * kept.sqrt(), following * variance.sqrt())
 
 
 def transition(

@@ -93,6 +93,7 @@ def test_divergence_mask_stops_only_far_samples_that_would_move_further():
         (0.1, 1.0, 0.01, False),  # the threshold itself is far
         (0.0, 1.0, 0.02, True),  # no direction yet
         (0.1, 0.0, 0.02, True),
+        (-0.1, 0.0, 0.02, True),
     ]
     log_ratio, advantage, divergence, kept = zip(*cases, strict=True)
     got = divergence_mask(*(torch.tensor(t) for t in (log_ratio, advantage, divergence)), 0.01)
@@ -234,11 +235,13 @@ OBJECTIVES: dict[str, Objective] = {
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_loss_and_gradient_match_the_recording(name, golden, steps):
     rtol = 2e-4 if name.startswith("guard") else 1e-5
+    # The exact KL divides the difference of close means by a small std^2.
+    grad_atol = 1e-8 if name == "kl.exact_with_dt" else 1e-9
     for row, step in enumerate(steps):
         loss = OBJECTIVES[name](step).mean()
         assert_close(loss, golden[f"{name}.loss"][row], rtol=rtol, atol=1e-9)
         (grad,) = torch.autograd.grad(loss, step.v)
-        assert_close(grad, golden[f"{name}.grad_v"][row], rtol=5e-4, atol=1e-9)
+        assert_close(grad, golden[f"{name}.grad_v"][row], rtol=5e-4, atol=grad_atol)
 
 
 def test_mixgrpo_is_the_clipped_loss_plus_its_own_penalty(golden, steps):
@@ -246,9 +249,9 @@ def test_mixgrpo_is_the_clipped_loss_plus_its_own_penalty(golden, steps):
     for row, step in enumerate(steps):
         loss = step.clipped(1e-4).mean()
         (grad,) = torch.autograd.grad(loss, step.v)
-        penalty = {key: golden[f"kl.mixgrpo_half_sq_logratio.{key}"][row] for key in ("loss", "grad_v")}
-        assert_close(loss + penalty["loss"], golden["mixgrpo.loss"][row], rtol=1e-5, atol=0)
-        assert_close(grad + penalty["grad_v"], golden["mixgrpo.grad_v"][row], rtol=5e-4, atol=1e-9)
+        for ours, key, rtol in ((loss, "loss", 1e-5), (grad, "grad_v", 5e-4)):
+            penalty = golden[f"kl.mixgrpo_half_sq_logratio.{key}"][row]
+            assert_close(ours + penalty, golden[f"mixgrpo.{key}"][row], rtol=rtol, atol=1e-9)
 
 
 def test_ratios_match_the_recording(golden, steps):

@@ -48,7 +48,7 @@ def grid(num_steps: int) -> Tensor:
 
 
 def sd3_grid(num_steps: int) -> Tensor:
-    """What diffusers samples SD3 with: both the training grid 1, .999, ..., .001 and ours are shifted."""
+    """The schedule of SD3 in diffusers, which shifts its smallest sigma of .001 twice."""
     t = torch.linspace(1, 3 * 1e-3 / (1 + 2e-3), num_steps, dtype=torch.float64)
     return torch.cat([3 * t / (1 + 2 * t), t.new_zeros(1)])
 
@@ -131,7 +131,7 @@ def test_sample_next_by_hand():
 @pytest.mark.parametrize(
     ("kernel", "expected"),
     [
-        # mean square .05 and 1; -.05 / (2 * .25) + ln 2 - ln(2 pi) / 2 and -1/8 - ln 2 - ln(2 pi) / 2
+        # mean squares .05 and 1: -.05 / .5 + ln 2 - ln(2 pi) / 2 and -1 / 8 - ln 2 - ln(2 pi) / 2
         (CPS("gaussian"), [-0.325791, -1.737086]),
         (CPS(), [-0.05, -1.0]),
     ],
@@ -143,18 +143,23 @@ def test_log_density_by_hand(kernel, expected):
 
 
 def test_only_cps_drops_the_normalisation():
-    assert [kernel.density for kernel in KERNELS] == ["gaussian", "gaussian", "unit"] + [
-        "gaussian",
-        "gaussian",
-    ]
+    assert [k.density == "unit" for k in KERNELS] == [isinstance(k, CPS) for k in KERNELS]
+    assert CPS("gaussian").density == "gaussian"
 
 
-def test_sensitivity_by_hand():
-    """Flow: .62 * 0 - 1 * .2; .23 * .2 - .8 * .5 = -.354. CPS, 30 degrees: .433013 * .2 - .4."""
-    eta = torch.tensor([0.6])
-    assert_close(mean_sensitivity(FlowSDE(), SIGMAS, 0, eta), torch.tensor([-0.2]))
-    assert_close(mean_sensitivity(FlowSDE(), SIGMAS, 1, eta), torch.tensor([-0.354]))
-    assert_close(mean_sensitivity(CPS(), SIGMAS, 1, torch.tensor([1 / 3])), torch.tensor([-0.3133975]))
+@pytest.mark.parametrize(
+    ("kernel", "k", "eta", "kappa"),
+    [
+        (FlowSDE(), 0, 0.6, -0.2),  # .62 * 0 - 1 * .2
+        (FlowSDE(), 1, 0.6, -0.354),  # .23 * .2 - .8 * .5
+        (FlowSDE(), 2, 0.6, -0.59),  # -.18 * .5 - .5
+        (CPS(), 1, 1 / 3, -0.3133975),  # .433013 * .2 - .4
+    ],
+    ids=kernel_name,
+)
+def test_sensitivity_by_hand(kernel, k, eta, kappa):
+    got = mean_sensitivity(kernel, SIGMAS, k, torch.tensor([eta]))
+    assert_close(got, torch.tensor([kappa]))
 
 
 # torch.distributions ------------------------------------------------------------------------------
@@ -194,7 +199,7 @@ RECORDED = [
 
 
 def recorded(item: str, prefix: str) -> dict[str, Tensor]:
-    """A recording with `eta`, the full std of each step, and `velocity` from the network's output."""
+    """A recording with `eta`, the full `std` of each step, and `velocity` of a network output."""
     g = load(item, prefix)
     if item == "A_ddim":
         return ddim_in_flow_coordinates(g)
@@ -213,7 +218,7 @@ def recorded(item: str, prefix: str) -> dict[str, Tensor]:
 
 
 def ddim_in_flow_coordinates(g: dict[str, Tensor]) -> dict:
-    """VP state alpha data + s noise, divided by alpha + s, is the flow state at sigma = s / (alpha + s).
+    """The VP state alpha data + s noise, over alpha + s, is the flow state at s / (alpha + s).
 
     The density of the divided variable is higher by the log of the divisor. The last step of the
     reference goes to timestep 0, not to clean data, because it clamps the previous timestep.
@@ -251,7 +256,8 @@ def test_mean_std_and_next_state_match_the_recording(item, prefix, kernel):
         got = transition(kernel, g["x"][k], v, g["sigmas"], k, g["eta"])
         as_recorded = {"rtol": 1e-5, "atol": 1e-5, "check_dtype": False}
         assert_close(got.mean, g["mean"][k], **as_recorded)
-        assert_close(got.std, g["std"][k].expand_as(got.std), rtol=1e-5, atol=1.1e-6, check_dtype=False)
+        std = g["std"][k].expand_as(got.std)
+        assert_close(got.std, std, rtol=1e-5, atol=1.1e-6, check_dtype=False)
         assert_close(sample_next(got, g["eps"][k]), g["next"][k], **as_recorded)
 
 
@@ -277,9 +283,9 @@ def test_log_density_and_its_gradient_match_the_recording(item, prefix, kernel):
 def test_rows_at_different_steps_match_the_recording():
     g = load("A_flow_sde", "mixed.")
     for row, k in enumerate(g["step"].tolist()):
-        x, v, eps, mean, following = (g[key][row, None] for key in ("x", "v", "eps", "mean", "next"))
+        x, v, eps, following = (g[key][row, None] for key in ("x", "v", "eps", "next"))
         got = transition(FlowSDE(), x, v, g["sigmas"], k, g["noise_level"][None])
-        assert_close(got.mean, mean, rtol=1e-5, atol=1e-5)
+        assert_close(got.mean, g["mean"][row, None], rtol=1e-5, atol=1e-5)
         assert_close(sample_next(got, eps), following, rtol=1e-5, atol=1e-5)
         logp = log_density(FlowSDE(), following, got)
         assert_close(logp, g["logp"][row, None], rtol=1e-4, atol=2e-5)
@@ -287,7 +293,13 @@ def test_rows_at_different_steps_match_the_recording():
 
 @pytest.mark.parametrize(
     ("prefix", "kernel"),
-    [("precise.", Precise()), ("flow_grpo.", FlowSDE()), ("dance_grpo.", DanceSDE()), ("cps.", CPS())],
+    [
+        ("precise.", Precise()),
+        ("flow_grpo.", FlowSDE()),
+        ("dance_grpo.", DanceSDE()),
+        ("cps.", CPS()),
+    ],
+    ids=kernel_name,
 )
 def test_sensitivity_is_minus_the_guard_scale_of_precise(prefix, kernel):
     g = load("A_precise", prefix)
@@ -385,7 +397,7 @@ def test_a_change_of_velocity_moves_the_mean_by_kappa(kernel):
 
 
 def variances(kernel: Kernel, eta: float, sigmas: Tensor, data: float) -> Tensor:
-    """Variance after each step on N(0, data), with the exact velocity: everything is linear in x."""
+    """Variance after each step on N(0, data); the exact velocity is linear in x."""
     out, one = [torch.ones(1, dtype=torch.float64)], torch.ones(1, 1, dtype=torch.float64)
     for k, s in enumerate(sigmas[:-1]):
         velocity = (s - (1 - s) * data) / (s**2 + (1 - s) ** 2 * data)  # E[noise - data | x] / x

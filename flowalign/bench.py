@@ -1,0 +1,77 @@
+"""How long a step takes, by stage, against its floor: the same network evaluations back to back."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from flowalign.config import Run
+from flowalign.costs import Costs
+from flowalign.data import Prompts, read_prompts
+from flowalign.distributed import join
+from flowalign.learner import Learner
+from flowalign.online import judge, rollout, train_online, update
+from flowalign.rewards import Rewards
+from flowalign.rollout import take
+
+
+def measure(run: Run, repeats: int) -> dict[str, float]:
+    """Median seconds of each stage and of the floor, and their quotient `overhead`."""
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device)
+    run.policy.load(processes.device)
+    learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
+    costs = Costs()
+    costs.watch(run.policy.denoiser)
+    rewards = Rewards(run.rewards, run.reward_weights, run.recipe.on_failed_reward, costs)
+    prompts = Prompts(read_prompts(run.prompts), run.seed)
+    for _ in train_online(run.recipe, learner, rewards, prompts, run.seed, [0]):
+        pass
+    batch = prompts.batch(1, run.recipe.prompts_per_step)
+    times: dict[str, list[float]] = {name: [] for name in ("sample", "reward", "update", "floor")}
+    for i in range(1, repeats + 1):
+        trajectory = _timed(times["sample"], lambda i=i: rollout(run.recipe, learner, batch, run.seed, i))
+        judged, _ = _timed(times["reward"], lambda t=trajectory: judge(run.recipe, learner, rewards, t))
+        _timed(times["update"], lambda j=judged, i=i: update(run.recipe, learner, j, run.seed, i))
+        _timed(times["floor"], lambda t=trajectory: _bare(run, t))
+    result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
+    step = sum(result[f"seconds/{name}"] for name in ("sample", "reward", "update"))
+    return result | {
+        "seconds/step": step,
+        "overhead": step / result["seconds/floor"],
+        "overhead_without_reward": (step - result["seconds/reward"]) / result["seconds/floor"],
+        "images_per_second": len(judged.everyone) / step,
+    }
+
+
+def _bare(run: Run, trajectory) -> None:  # noqa: ANN001
+    """The denoiser alone: every sampling evaluation, then every trained one with its backward pass."""
+    sampling, policy = run.recipe.sampling, run.policy
+    x = trajectory.states[:, 0].float()
+    row = torch.arange(len(x), device=x.device) // trajectory.group_size
+    cond, sigma = take(trajectory.cond, row), trajectory.sigmas[1]
+    inputs = [
+        (x[i : i + size], take(cond, torch.arange(i, min(i + size, len(x)), device=x.device)))
+        for size in (sampling.micro_batch, run.recipe.micro_batch)
+        for i in range(0, len(x), size)
+    ]
+    num_sampling = -(-len(x) // sampling.micro_batch)
+    with torch.no_grad():
+        for _ in range(sampling.num_steps):
+            for part, c in inputs[:num_sampling]:
+                policy.velocity(part, sigma, c)
+    for _ in range(int((trajectory.eta[0] > 0).sum()) * run.recipe.epochs_per_step):
+        for part, c in inputs[num_sampling:]:
+            policy.velocity(part, sigma, c).mean().backward()
+
+
+def _timed(into: list[float], work: Callable):  # noqa: ANN202
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    result = work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    into.append(time.perf_counter() - start)
+    return result

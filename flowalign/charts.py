@@ -1,0 +1,148 @@
+"""The charts of a run's report: which metrics belong together, and how they are drawn."""
+
+import base64
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Series = dict[int, float]
+"""Value by step; NaN where it was measured but not finite."""
+Lines = dict[str, Series]
+"""Series by label."""
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small chart."""
+
+    title: str
+    unit: str
+    lines: Lines
+    draw: Callable[[Any, Lines], None]
+
+
+def panels(series: Lines) -> list[Panel]:
+    """The charts of the page, in reading order; those without data are left out."""
+
+    def pick(**names: str) -> Lines:
+        return {label: series[name] for label, name in names.items() if name in series}
+
+    reward = {name[7:]: line for name, line in series.items() if name.startswith("reward/")}
+    reward |= pick(weighted="reward_mean")
+    times = pick(sampling="timing/sample", reward="timing/reward", update="timing/update")
+    clips = pick(above="clip_frac_high", below="clip_frac_low")
+    ratio = pick(mean="ratio_mean", std="ratio_std")
+    found = [
+        Panel("Training reward", "mean of a step", reward, _smoothed),
+        *_evaluation(series),
+        Panel("Ratio of new to old policy", "ratio - 1", ratio, _band),
+        Panel("Clipped transitions", "share", clips, _curves),
+        Panel("KL to the reference", "KL", pick(kl="kl"), _curves),
+        Panel("Gradient norm", "norm before clipping", pick(norm="optim/grad_norm"), _curves),
+        Panel("Prompts without signal", "share of groups", pick(share="zero_std_ratio"), _curves),
+        Panel("Time of a step", "seconds", times, _stack),
+    ]
+    return [panel for panel in found if panel.lines]
+
+
+def _evaluation(series: Lines) -> list[Panel]:
+    dims: dict[str, Lines] = {}
+    for name, line in series.items():
+        if name.startswith("eval/"):
+            split, _, dim = name[5:].rpartition("/")
+            dims.setdefault(dim, {})[split or "all"] = line
+    return [Panel(f"Held-out {dim}", "mean", lines, _points) for dim, lines in dims.items()]
+
+
+def chart(panel: Panel) -> str:
+    """The panel as an SVG data address; 350 units wide, so that letters are 11 px on a phone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    style: dict[Any, Any] = {
+        "font.size": 11, "lines.linewidth": 1.4, "axes.edgecolor": "#999999",
+        "axes.spines.top": False, "axes.spines.right": False,
+        "axes.grid": True, "grid.color": "#e8e8e8", "grid.linewidth": 0.7,
+        "axes.axisbelow": True, "axes.prop_cycle": f"cycler(color={list(_COLOURS)})",
+        "axes.labelcolor": "#444444", "xtick.color": "#444444", "ytick.color": "#444444",
+        "svg.hashsalt": "flowalign",
+    }  # fmt: skip
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(350 / 72, 225 / 72), layout="constrained")
+        axes = figure.add_subplot()
+        panel.draw(axes, panel.lines)
+        axes.set(xlabel="step", ylabel=panel.unit)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+        if len(axes.get_legend_handles_labels()[0]) > 1:
+            figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=1.2)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return data_address("svg+xml", drawn.getvalue())
+
+
+def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
+    steps = sorted(line)
+    return np.array(steps), np.array([line[step] for step in steps], dtype=float)
+
+
+def _curves(axes: Any, lines: Lines) -> None:
+    for label, line in lines.items():
+        axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
+
+
+def _points(axes: Any, lines: Lines) -> None:
+    for label, line in lines.items():
+        axes.plot(*_arrays(line), label=label, marker="o", markersize=4)
+
+
+def num_smoothed(num_steps: int) -> int:
+    """Over how many steps a training reward is averaged when it is drawn."""
+    return max(1, num_steps // 10)
+
+
+def _smoothed(axes: Any, lines: Lines) -> None:
+    """Long enough curves: every step faintly, and the mean of the latest tenth of the steps."""
+    for i, (label, line) in enumerate(lines.items()):
+        steps, values = _arrays({k: v for k, v in line.items() if math.isfinite(v)})
+        colour = "#222222" if label == "weighted" else _COLOURS[i % len(_COLOURS)]
+        n = num_smoothed(len(steps))
+        if n > 1:
+            axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+            values = np.array([values[max(0, k - n) : k].mean() for k in range(1, len(values) + 1)])
+        marker = "o" if len(steps) < 3 else None
+        axes.plot(steps, values, label=label, color=colour, marker=marker, markersize=4)
+
+
+def _band(axes: Any, lines: Lines) -> None:
+    """Mean and spread of the ratio, as departures from 1."""
+    steps, std = _arrays(lines.get("std", {}))
+    mean = np.array([lines.get("mean", {}).get(step, 1.0) for step in steps]) - 1
+    if len(steps) > 1:
+        axes.fill_between(steps, mean - std, mean + std, alpha=0.25, linewidth=0, label="+- std")
+    elif len(steps):
+        axes.errorbar(steps, mean, std, capsize=4)
+    if "mean" in lines:
+        _curves(axes, {"mean": {step: value - 1 for step, value in lines["mean"].items()}})
+
+
+def _stack(axes: Any, lines: Lines) -> None:
+    steps = sorted(set().union(*lines.values()))
+    parts = [np.nan_to_num([line.get(step, 0.0) for step in steps]) for line in lines.values()]
+    if len(steps) > 1:
+        axes.stackplot(steps, *parts, labels=list(lines), colors=_COLOURS, alpha=0.75, linewidth=0)
+        return
+    for i, (label, part) in enumerate(zip(lines, parts, strict=True)):
+        axes.bar(steps, part, bottom=sum(parts[:i]), label=label, color=_COLOURS[i], width=0.2)
+
+
+def data_address(kind: str, content: bytes) -> str:
+    """A picture as the `src` of an <img>, so that the page needs no other file."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

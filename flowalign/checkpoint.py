@@ -1,0 +1,157 @@
+"""Checkpoints: written aside and renamed, complete or not there, and resumed bit for bit.
+
+    step-000120/
+        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
+        ema/pytorch_lora_weights.safetensors
+        state/training.safetensors         parameters, EMA and optimizer moments in float32
+        state/loop.json                    step, counters, costs
+        config.yaml
+        manifest.json                      size of every file above
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowalign.learner import Learner
+
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """When checkpoints are written, and how many stay. The last step is always saved."""
+
+    every: int = 50
+    keep: int = 3
+    """The newest so many; 0 keeps all."""
+    verify: Literal["never", "first_and_last", "always"] = "first_and_last"
+    """Re-read what was written through the model's own pipeline and compare: the difference must be 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative numbers."""
+        if self.every < 1 or self.keep < 0:
+            raise ValueError(f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0")
+
+
+def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
+    """Write the state after `step` steps.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    final = root / f"{_PREFIX}{step:06d}"
+    aside = root / f".{final.name}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "state").mkdir(parents=True)
+    try:
+        learner.policy.save_weights(str(aside))
+        if learner.ema:
+            (aside / "ema").mkdir()
+            with learner.ema.applied():
+                learner.policy.save_weights(str(aside / "ema"))
+        save_file(_tensors(learner), aside / "state" / "training.safetensors")
+        counters = {"step": step, "num_updates": learner.num_updates, "num_skipped": learner.num_skipped}
+        counters["ema_updates"] = learner.ema.num_updates if learner.ema else 0
+        counters["scaler"] = learner.scaler.state_dict()
+        (aside / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
+        (aside / "config.yaml").write_text(config)
+        sizes = {str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()}
+        (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(aside, final)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def restore(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Put back everything that `save` wrote; returns the loop's own state.
+
+    Raises:
+        ValueError: the checkpoint is incomplete, or belongs to another model or recipe.
+    """
+    check_complete(folder)
+    loop = json.loads((folder / "state" / "loop.json").read_text())
+    wanted = _tensors(learner)
+    with safe_open(folder / "state" / "training.safetensors", "pt") as file:
+        names = set(file.keys())
+        got = {name: file.get_tensor(name) for name in names}
+    differ = {n for n in names ^ wanted.keys() if not n.startswith("optimizer.")}
+    differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
+    if differ:
+        raise ValueError(
+            f"checkpoint {folder} is of another model or adapter: {len(differ)} tensors differ,\n"
+            f"for example {min(differ)}"
+        )
+    _write_back(learner, got, loop)
+    return loop
+
+
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint of a run, or None."""
+    found = sorted(root.glob(f"{_PREFIX}*"))
+    return found[-1] if found else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    for old in sorted(root.glob(f"{_PREFIX}*"))[:-keep] if keep else []:
+        shutil.rmtree(old)
+
+
+def check_complete(folder: Path) -> None:
+    """Compare the files with the manifest. Raises ValueError if one is missing or cut short."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        raise ValueError(f"{folder} is no complete checkpoint: manifest.json is missing")
+    for name, size in json.loads(manifest.read_text()).items():
+        file = folder / name
+        have = file.stat().st_size if file.is_file() else None
+        if have != size:
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes.\n"
+                "Resume from an older one with --resume PATH."
+            )
+
+
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    """Everything that training changes, by name."""
+    out = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in learner.named.items()}
+    if learner.ema:
+        pairs = zip(learner.named, learner.ema.average, strict=True)
+        out |= {f"ema.{n}": a.cpu().contiguous() for n, a in pairs}
+    for name, p in learner.named.items():
+        for key, value in learner.optimizer.state.get(p, {}).items():
+            out[f"optimizer.{name}:{key}"] = value.detach().cpu().contiguous()
+    return {n: t.clone() for n, t in out.items()}
+
+
+@torch.no_grad()
+def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, Any]) -> None:
+    for name, p in learner.named.items():
+        p.copy_(got[f"parameter.{name}"])
+    if learner.ema:
+        for name, average in zip(learner.named, learner.ema.average, strict=True):
+            average.copy_(got[f"ema.{name}"])
+        learner.ema.num_updates = loop["ema_updates"]
+    state: dict[int, dict[str, Tensor]] = {}
+    for i, name in enumerate(learner.named):
+        prefix = f"optimizer.{name}:"
+        keys = [n for n in got if n.startswith(prefix)]
+        if keys:
+            state[i] = {n.removeprefix(prefix): got[n] for n in keys}
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
+    learner.num_updates, learner.num_skipped = loop["num_updates"], loop["num_skipped"]

@@ -1,0 +1,87 @@
+"""The command line. Nothing heavy is imported before a verb has been understood."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from flowalign import __version__
+
+EXAMPLES = """examples:
+  flowalign demo                                   align the embedded model on the CPU, minutes
+  flowalign check configs/shapes.yaml              validate a run file and print what it will cost
+  flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
+  flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one verb; exit code 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C."""
+    args, rest = build_parser().parse_known_args(argv)
+    if rest and args.verb not in ("train", "eval", "sample", "check", "bench"):
+        build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
+    args.overrides = rest
+    if getattr(args, "processes", 1) > 1 and "RANK" not in os.environ:
+        _relaunch(args.processes, argv if argv is not None else sys.argv[1:])
+    from flowalign import commands
+
+    sys.exit(commands.run(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All verbs and their options; other `--a.b value` options override the run file."""
+    parser = argparse.ArgumentParser(
+        prog="flowalign", epilog=EXAMPLES, allow_abbrev=False,
+        description="Align diffusion and flow-matching models with human preferences.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, text: str, config: bool = True) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if config:
+            sub.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+        return sub
+
+    train = verb("train", "Train as a run file says.")
+    train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT",
+                       help="go on from the newest checkpoint, or from this one")  # fmt: skip
+    train.add_argument("--overwrite", action="store_true", help="delete an earlier run in output_dir")
+    _processes(train)
+    demo = verb("demo", "Align the embedded text-to-image model on the CPU.", config=False)
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml")
+    demo.add_argument("--output_dir", help="default: the first free of runs/demo, runs/demo-2, ...")
+    demo.add_argument("--processes", type=int, help="default: 2 where there are two cores")
+    for name, text in (
+        ("eval", "Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."),
+        ("sample", "Make pictures with a run file's model, or a checkpoint of it."),
+    ):
+        sub = verb(name, text)
+        sub.add_argument("--weights", metavar="CHECKPOINT", help="folder with trained weights")
+        if name == "sample":
+            sub.add_argument("--prompt", action="append", required=True, help="may be repeated")
+            sub.add_argument("--out", default="samples.png", help="PNG file to write")
+            sub.add_argument("--count", type=int, default=4, help="pictures per prompt")
+        _processes(sub)
+    _processes(verb("check", "Validate a run file without reading weights, and print its plan."))
+    bench = verb("bench", "Time the stages of a step against the bare network evaluations.")
+    bench.add_argument("--repeats", type=int, default=3)
+    verb("doctor", "Print versions, devices and what is missing.", config=False)
+    return parser
+
+
+def _processes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--processes", type=int, default=1, help="processes on this machine (torchrun)")
+
+
+def _relaunch(processes: int, argv: Sequence[str]) -> None:
+    """Become `torchrun`, which starts this command once per process."""
+    module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.execv(sys.executable, [sys.executable, *module, "-m", "flowalign", *argv])
+
+
+if __name__ == "__main__":
+    main()

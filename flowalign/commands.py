@@ -1,0 +1,248 @@
+"""What each verb does. The only place with side effects in order."""
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from flowalign import checkpoint
+from flowalign.config import ConfigError, Run, load
+from flowalign.console import table
+from flowalign.learner import TrainingFailure
+from flowalign.plan import plan
+from flowalign.rewards import RewardFailure
+
+MAX_LINES = 5
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a verb and turn what the user can correct into a short message."""
+    quiet_libraries()
+    verbs: dict[str, Callable[[argparse.Namespace], int]] = {
+        "train": train, "demo": demo, "eval": evaluate, "sample": sample, "check": check,
+        "bench": bench, "doctor": doctor,
+    }  # fmt: skip
+    try:
+        return verbs[args.verb](args)
+    except (ConfigError, UsageError) as error:
+        return _complain(error, 2)
+    except (TrainingFailure, RewardFailure) as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain(RuntimeError("stopped; what was saved is intact, go on with --resume"), 130)
+
+
+class UsageError(ValueError):
+    """A wrong use of a verb, found after its run file was read."""
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' warnings about optional kernels out of the way."""
+    logging.getLogger("xformers").setLevel(logging.ERROR)
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def train(args: argparse.Namespace) -> int:
+    """`flowalign train CONFIG`."""
+    run_file, config = load(args.config, args.overrides)
+    return _train(run_file, config, args.resume, args.overwrite)
+
+
+def demo(args: argparse.Namespace) -> int:
+    """`flowalign demo`."""
+    if "RANK" not in os.environ:
+        wanted = args.processes or min(2, os.cpu_count() or 1)
+        folder = args.output_dir or _free("runs/demo")
+        from flowalign.cli import _relaunch
+
+        argv = ["demo", "--seed", str(args.seed), "--output_dir", folder]
+        argv += ["--steps", str(args.steps)] if args.steps else []
+        if wanted > 1:
+            _relaunch(wanted, argv)
+        args.output_dir = folder
+    overrides = ["--seed", str(args.seed), "--output_dir", args.output_dir]
+    overrides += ["--num_steps", str(args.steps)] if args.steps else []
+    run_file, config = load("configs/shapes.yaml", overrides)
+    return _train(run_file, config, None, False)
+
+
+def _train(run_file: Run, config: str, resume: str | None, overwrite: bool) -> int:
+    from flowalign import run as runs
+
+    say = _say()
+    folder = Path(run_file.output_dir)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    from_checkpoint = _checkpoint_to_resume(folder, resume) if resume else None
+    main = os.environ.get("RANK", "0") == "0"
+    rows = _plan(run_file, world)
+    if main:
+        table(f"plan of {folder}", rows)
+        if overwrite and not resume:
+            runs.remove(folder)
+    try:
+        session = runs.start(run_file, config, say, from_checkpoint)
+        summary = runs.train(session, from_checkpoint)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if main:
+        table(f"{summary['status']} after {summary['steps']} steps", _outcome(summary))
+        say(f"report: {folder / 'report.html'}")
+        say(f"weights: {checkpoint.latest(folder / 'checkpoints')}")
+    if summary["status"] == "interrupted":
+        say(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
+        return 130
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """`flowalign check CONFIG`."""
+    run_file, _ = load(args.config, args.overrides)
+    table(f"plan of {args.config}", _plan(run_file, args.processes))
+    return 0
+
+
+def evaluate(args: argparse.Namespace) -> int:
+    """`flowalign eval CONFIG [--weights CHECKPOINT]`."""
+    from flowalign.distributed import join
+    from flowalign.evaluate import evaluate as measure
+    from flowalign.rewards import Rewards
+
+    run_file, _ = load(args.config, args.overrides)
+    if run_file.evaluation is None:
+        raise ConfigError(f"{args.config}: evaluation is null, so there is nothing to evaluate")
+    processes = join(run_file.device)
+    _load_policy(run_file, args.weights)
+    rewards = Rewards(run_file.rewards, run_file.reward_weights)
+    metrics = measure(run_file.policy, rewards, run_file.evaluation, processes).metrics
+    if processes.is_main:
+        table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
+        print(json.dumps(metrics))  # noqa: T201
+    return 0
+
+
+def sample(args: argparse.Namespace) -> int:
+    """`flowalign sample CONFIG --prompt TEXT [--weights CHECKPOINT]`."""
+    import torch
+    from torchvision.utils import make_grid, save_image
+
+    from flowalign.rollout import generate
+    from flowalign.seeds import generator
+
+    run_file, _ = load(args.config, args.overrides)
+    _load_policy(run_file, args.weights)
+    prompts = [prompt for prompt in args.prompt for _ in range(args.count)]
+    steps = run_file.evaluation.num_steps if run_file.evaluation else run_file.recipe.sampling.num_steps
+    seeds = [generator(run_file.seed, "sample", i) for i in range(len(prompts))]
+    latents = generate(run_file.policy, prompts, steps, seeds, run_file.recipe.sampling.micro_batch)
+    pictures = torch.cat([run_file.policy.decode(x).cpu() for x in latents.split(16)])[:, 0]
+    out = Path(args.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_image(make_grid(pictures, nrow=args.count), out, format="png")
+    _say()(f"{len(prompts)} pictures, {args.count} a row: {out}")
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """`flowalign bench CONFIG`."""
+    from flowalign.bench import measure
+
+    run_file, _ = load(args.config, args.overrides)
+    result = measure(run_file, args.repeats)
+    table(f"one step of {args.config}", {k: f"{v:.4g}" for k, v in result.items()})
+    print(json.dumps(result))  # noqa: T201
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """`flowalign doctor`."""
+    import torch
+
+    names = ["flowalign", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft",
+             "open-clip-torch", "safetensors", "xformers", "tensorboard", "wandb"]  # fmt: skip
+    rows = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            rows[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            rows[name] = "not installed"
+    rows["cpu"] = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    rows["gpu"] = (
+        ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        if torch.cuda.is_available() else "none"
+    )  # fmt: skip
+    table("doctor", rows)
+    return 0
+
+
+def _load_policy(run_file: Run, weights: str | None) -> None:
+    import torch
+
+    from flowalign.distributed import join
+
+    if run_file.threads:
+        torch.set_num_threads(run_file.threads)
+    try:
+        run_file.policy.load(join(run_file.device).device)
+        if weights:
+            run_file.policy.load_weights(weights)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _plan(run_file: Run, world: int) -> dict[str, str]:
+    try:
+        return plan(run_file, world)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _checkpoint_to_resume(folder: Path, resume: str) -> Path:
+    if resume != "latest":
+        path = Path(resume)
+    else:
+        newest = checkpoint.latest(folder / "checkpoints")
+        if newest is None:
+            raise UsageError(f"nothing to resume: {folder / 'checkpoints'} holds no checkpoint")
+        path = newest
+    try:
+        checkpoint.check_complete(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return path
+
+
+def _outcome(summary: dict) -> dict[str, str]:
+    rows = {}
+    for name, value in (summary["after"] or {}).items():
+        before = summary["before"].get(name)
+        if value is not None and before is not None:
+            rows[name] = f"{before:.3f} -> {value:.3f} ({value - before:+.3f})"
+    for name in ("seconds", "network_evaluations", "reward_calls", "seed"):
+        rows[name] = str(summary[name])
+    return rows
+
+
+def _free(name: str) -> str:
+    candidates = [name, *(f"{name}-{i}" for i in range(2, 1000))]
+    return next(c for c in candidates if not Path(c).exists())
+
+
+def _say() -> Callable[[str], None]:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    return console.print if os.environ.get("RANK", "0") == "0" else lambda text: None
+
+
+def _complain(error: BaseException, code: int) -> int:
+    lines = str(error).splitlines()[:MAX_LINES]
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            "[bold red]flowalign:[/] " + "\n".join(lines).replace("[", r"\[")
+        )
+    return code

@@ -1,0 +1,109 @@
+"""What a run says while it goes: a bar on a terminal, plain lines in a log file."""
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Progress:
+    """Shows how far a run is; a context manager.
+
+    Where the output is not a terminal, a plain line appears at most every 5 seconds, and one for
+    the last step. With `enabled=False` (all ranks but the main one) nothing is written.
+    """
+
+    def __init__(
+        self, total_steps: int, first_step: int = 0, *, enabled: bool = True,
+        console: Console | None = None, clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        self._console = (console or Console()) if enabled else Console(quiet=True)
+        self._total, self._first, self._clock = total_steps, first_step, clock
+        self._start = clock()
+        self._printed_at = -float("inf")
+        self._unprinted = ""
+        self._status = Text("waiting for the first step")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None))
+        self._bar = Bar(*columns, console=self._console, expand=True)
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+        self._live: Live | None = None
+        if enabled and self._console.is_terminal:
+            self._live = Live(Group(self._bar, self._status), console=self._console)
+
+    def __enter__(self) -> "Progress":
+        self._start = self._clock()
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+        elif self._unprinted:
+            self.note(self._unprinted)
+
+    def update(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Show the metrics of a step that has just finished; steps count from 0."""
+        now = self._clock()
+        done = step + 1
+        left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
+        status = f"{describe(metrics)}  {duration(left)} left".strip()
+        self._bar.update(self._task, completed=done)
+        self._status.plain = status
+        if self._live:
+            self._live.refresh()
+            return
+        self._unprinted = f"step {done}/{self._total}  {status}"
+        if now - self._printed_at >= _SECONDS_BETWEEN_LINES or done >= self._total:
+            self.note(self._unprinted)
+            self._printed_at, self._unprinted = now, ""
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar, exactly as given."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def table(
+    title: str, rows: Mapping[str, str], *, enabled: bool = True, console: Console | None = None
+) -> None:
+    """Print names and values in two columns, such as the plan of a run."""
+    grid = Table(title=Text(title, style="bold"), title_justify="left", show_header=False)
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for name, value in rows.items():
+        grid.add_row(Text(name), Text(value))
+    ((console or Console()) if enabled else Console(quiet=True)).print(grid)
+
+
+def describe(metrics: Mapping[str, float | int]) -> str:
+    """The few metrics that tell whether a run is healthy; those not measured are left out."""
+    parts = []
+    if "reward_mean" in metrics:
+        parts.append(f"reward {metrics['reward_mean']:.3f}")
+    if "ratio_std" in metrics:
+        parts.append(f"ratio 1 +- {metrics['ratio_std']:.1e}")
+    elif "ratio_mean" in metrics:
+        parts.append(f"ratio {metrics['ratio_mean']:.5f}")
+    clipped = [metrics[name] for name in ("clip_frac_high", "clip_frac_low") if name in metrics]
+    if clipped:
+        parts.append(f"clipped {sum(clipped):.0%}")
+    if "kl" in metrics:
+        parts.append(f"kl {metrics['kl']:.1e}")
+    if "throughput" in metrics:
+        parts.append(f"{metrics['throughput']:.1f} images/s")
+    return "  ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, the leading zeros left out."""
+    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

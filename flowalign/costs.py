@@ -1,0 +1,48 @@
+"""What a run has spent: network evaluations, decodes and reward calls, counted where they happen."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class Costs:
+    """One network evaluation is one latent through the denoiser once; guidance makes it two."""
+
+    sampling_evaluations: int = 0
+    """Without gradient: rollouts, completions, references and checks."""
+    training_evaluations: int = 0
+    """With gradient, each followed by a backward pass."""
+    decodes: int = 0
+    reward_calls: int = 0
+    """Media scored, once per reward model."""
+
+    @property
+    def network_evaluations(self) -> int:
+        """All evaluations of the denoiser."""
+        return self.sampling_evaluations + self.training_evaluations
+
+    def watch(self, denoiser: nn.Module) -> None:
+        """Count every sample that goes through this module from now on."""
+
+        def count(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            size = next(len(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim > 1)
+            if torch.is_grad_enabled():
+                self.training_evaluations += size
+            else:
+                self.sampling_evaluations += size
+
+        denoiser.register_forward_pre_hook(count, with_kwargs=True)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Evaluation between steps is not part of what training costs."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self)}
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(self, name, value)

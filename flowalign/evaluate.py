@@ -1,0 +1,126 @@
+"""Held-out evaluation: the deterministic sampler on fixed prompts and fixed seeds, every reward dimension."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torchvision.utils import make_grid, save_image
+
+from flowalign.data import read_prompts
+from flowalign.distributed import Processes
+from flowalign.rewards import Rewards
+from flowalign.rollout import generate
+from flowalign.seeds import generator
+from flowalign.types import MediaBatch, Policy
+
+GRID_COLUMNS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated, and when: before the first step, after the last, and every `every` steps if above 0."""
+
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Name of a split to its prompts file."""
+    num_prompts: int = 512
+    """Pictures in all, divided evenly over splits; a split's prompts are repeated with other seeds to fill up."""
+    num_steps: int = 40
+    every: int = 0
+    seed: int = 1234
+    micro_batch: int = 64
+    grid: int = 24
+    """Pictures in the sample grids."""
+
+    def __post_init__(self) -> None:
+        """Refuse an evaluation of nothing."""
+        if not self.prompts:
+            raise ValueError("evaluation.prompts names no split; give at least one, or evaluation: null")
+        if self.num_prompts < len(self.prompts) or self.num_steps < 1:
+            raise ValueError(
+                f"evaluation of {self.num_prompts} prompts in {self.num_steps} steps: need at least one per split"
+            )
+
+    def items(self) -> list[tuple[str, str]]:
+        """(split, prompt) of every picture. Raises ValueError for a missing or empty file."""
+        share = self.num_prompts // len(self.prompts)
+        texts = {split: read_prompts(path) for split, path in self.prompts.items()}
+        return [(split, some[i % len(some)]) for split, some in texts.items() for i in range(share)]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores of all pictures, and the pictures of the grid."""
+
+    metrics: dict[str, float]
+    grid: Float[Tensor, "n 3 H W"]
+    grid_prompts: list[str]
+
+
+def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
+    """Mean of each dimension per split and over all pictures, and the diversity of pictures of one prompt."""
+    items = cfg.items()
+    mine = list(processes.share(range(len(items))))
+    latents = generate(
+        policy, [items[i][1] for i in mine], cfg.num_steps,
+        [generator(cfg.seed, "evaluation", i) for i in mine], cfg.micro_batch,
+    )  # fmt: skip
+    media = torch.cat([policy.decode(x).cpu() for x in latents.split(cfg.micro_batch)])
+    scores = rewards.score(MediaBatch(media, [items[i][1] for i in mine])).values
+    scores, latents = processes.gather(scores), processes.gather(latents)
+    first_frames = processes.gather(media[:, 0])
+    shown = _spread_over_splits(items, cfg.grid)
+    return Evaluated(
+        metrics=_means(scores, [split for split, _ in items], rewards.dims)
+        | {"eval/diversity": diversity(latents, [prompt for _, prompt in items])},
+        grid=first_frames[shown],
+        grid_prompts=[items[i][1] for i in shown],
+    )
+
+
+def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
+    """Root-mean-square distance per latent element between pictures of one prompt, averaged over all pairs.
+
+    NaN where no prompt has two pictures. It falls when a policy collapses onto few pictures.
+    """
+    flat, distances = latents.flatten(1).float(), []
+    rows: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(i)
+    for same in rows.values():
+        distances.append(torch.pdist(flat[same]) / flat.shape[1] ** 0.5)
+    return float(torch.cat(distances).mean())
+
+
+def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
+    """Write `samples/step-NNNNNN.png` and note it in `samples/index.json`."""
+    samples = folder / "samples"
+    samples.mkdir(exist_ok=True)
+    index = samples / "index.json"
+    steps = json.loads(index.read_text())["steps"] if index.exists() else []
+    columns = min(GRID_COLUMNS, len(evaluated.grid))
+    save_image(make_grid(evaluated.grid, nrow=columns), samples / f"step-{step:06d}.png")
+    content = {"prompts": evaluated.grid_prompts, "steps": sorted({*steps, step}), "columns": columns}
+    partial = index.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, indent=1))
+    partial.replace(index)
+
+
+def _means(
+    scores: Float[Tensor, "n R"], splits: list[str], dims: tuple[str, ...]
+) -> dict[str, float]:
+    metrics = {f"eval/{d}": float(v) for d, v in zip(dims, scores.nanmean(0), strict=True)}
+    for split in dict.fromkeys(splits):
+        rows = torch.tensor([s == split for s in splits])
+        means = scores[rows].nanmean(0)
+        metrics |= {f"eval/{split}/{d}": float(v) for d, v in zip(dims, means, strict=True)}
+    return metrics
+
+
+def _spread_over_splits(items: list[tuple[str, str]], count: int) -> list[int]:
+    """Evenly spaced pictures, so that every split and kind of prompt shows."""
+    count = min(count, len(items))
+    return [round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)]

@@ -1,0 +1,60 @@
+"""What a run will do and cost, worked out before any weight is read."""
+
+from flowalign.config import Run
+from flowalign.rollout import DTYPES
+from flowalign.seeds import generator
+from flowalign.types import ModelPlan
+
+
+def plan(run: Run, world: int = 1) -> dict[str, str]:
+    """Rows of the plan table. Raises ValueError for a model folder that cannot be used."""
+    model = run.policy.plan()
+    sampling = run.recipe.sampling
+    samples = run.recipe.prompts_per_step * sampling.samples_per_prompt
+    window = sampling.window.steps(sampling.num_steps, 0, generator(run.seed, "window", 0))
+    if run.recipe.prompts_per_step < world:
+        raise ValueError(
+            f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, fewer than the {world} processes"
+        )
+    per_velocity = run.policy.evaluations_per_velocity
+    sampled = samples * sampling.num_steps * per_velocity
+    trained = samples * len(window) * per_velocity * run.recipe.epochs_per_step
+    reference = trained if run.recipe.algorithm.needs_reference else 0
+    updates = run.recipe.updates_per_step * run.recipe.epochs_per_step
+    return {
+        "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts x {sampling.samples_per_prompt}",
+        "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained {list(window)}",
+        "network evaluations per step": f"{sampled} sampling + {trained} training"
+        + (f" + {reference} reference" if reference else ""),
+        "decodes per step": f"{samples} (more if the credit method values intermediate states)",
+        "reward calls per step": f"{samples * len(run.rewards)}",
+        "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
+        "samples in the whole run": f"{samples * run.num_steps}",
+        "denoiser parameters": f"{model.parameters:,}",
+        "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
+        "memory, about": memory(run, model, samples // world),
+    }
+
+
+def memory(run: Run, model: ModelPlan, samples: int) -> str:
+    """Denoiser, optimizer with EMA, trajectories and activations of one micro-batch; no text encoder or VAE."""
+    weights = model.parameters * model.bytes_per_parameter
+    training = model.trainable * 4 * (4 + bool(run.ema))
+    size = 1
+    for side in model.latent_shape:
+        size *= side
+    sampling = run.recipe.sampling
+    states = samples * (sampling.num_steps + 1) * size * DTYPES[sampling.state_dtype].itemsize
+    activations = run.recipe.micro_batch * model.activation_bytes * run.policy.evaluations_per_velocity
+    parts = {"weights": weights, "optimizer": training, "trajectories": states, "activations": activations}
+    return f"{_size(sum(parts.values()))} per process: " + ", ".join(
+        f"{name} {_size(value)}" for name, value in parts.items()
+    )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"

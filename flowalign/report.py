@@ -1,0 +1,255 @@
+"""`report.html`: one self-contained page about a run, made from the files in its directory.
+
+Whatever is missing (no evaluation, no pictures, a run that is still going) leaves its part of the
+page out.
+"""
+
+import io
+import json
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from PIL import Image
+
+from flowalign.charts import Lines, chart, data_address, num_smoothed, panels
+from flowalign.console import duration
+from flowalign.tracking import read_metrics
+
+PADDING = 2
+"""Pixels around every picture of a grid."""
+_SMALL, _LARGEST = 128, 320
+"""Sides in pixels: up to the first a picture is kept as it is, above the second it is reduced."""
+_HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
+_CHECKS = {
+    "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
+    "moved_share": ("share of the trained parameters that an update has moved", "1"),
+    "kl_gradient": ("size of the gradient of the KL term", "above 0"),
+    "rank_spread": ("difference between the weights of the ranks", "0"),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity before and after training; NaN where it was not measured."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def complete(self) -> bool:
+        """Both ends were measured."""
+        return math.isfinite(self.before) and math.isfinite(self.after)
+
+    @property
+    def difference(self) -> str:
+        """After minus before, with its sign."""
+        return f"{self.after - self.before:+.3f}" if self.complete else "-"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into a run directory, all at once, and return its path."""
+    series = collect(read_metrics(folder))
+    summary = _json(folder / "summary.json")
+    changes = outcomes(summary, series)
+    config = folder / "config.yaml"
+    template = Path(__file__).with_name("report_template.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    page = environment.from_string(template).render(
+        name=folder.resolve().name,
+        status=summary.get("status", ""),
+        verdict=verdict(changes, summary, series),
+        tiles=tiles(changes, summary),
+        smoothed=num_smoothed(len(series.get("reward_mean", {}))),
+        panels=[(panel, chart(panel)) for panel in panels(series)],
+        samples=samples(folder / "samples"),
+        checks=checks(series),
+        changes=changes,
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+    )
+    temporary = folder / "report.html.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    target = folder / "report.html"
+    os.replace(temporary, target)
+    return target
+
+
+def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
+    """Every metric over steps; those that never had a finite value are left out."""
+    series: Lines = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "seconds"):
+                series.setdefault(name, {})[row["step"]] = _float(value)
+    return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
+
+
+def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
+    """Held-out values before and after, from the summary or else the first and last evaluation."""
+    first, last = {}, {}
+    for name, line in series.items():
+        finite = [step for step in sorted(line) if math.isfinite(line[step])]
+        if name.startswith("eval/"):
+            first[name[5:]] = line[finite[0]]
+            last |= {name[5:]: line[finite[-1]]} if len(finite) > 1 else {}
+    before = first | (summary.get("before") or {})
+    after = last | (summary.get("after") or {})
+    found = [
+        Change(n, _float(before.get(n)), _float(after.get(n)))
+        for n in dict.fromkeys([*before, *after])
+    ]
+    return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]
+
+
+def headline(changes: Sequence[Change]) -> Change | None:
+    """The one held-out quantity that the page leads with."""
+    complete = {change.name: change for change in changes if change.complete}
+    names = [name for name in _HEADLINES if name in complete] + list(complete)
+    return complete[names[0]] if names else None
+
+
+def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines) -> str:
+    """What training has changed, in a sentence."""
+    training = [v for _, v in sorted(series.get("reward_mean", {}).items()) if math.isfinite(v)]
+    trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
+    num_steps = summary.get("steps") or 1 + max(trained, default=-1)
+    over = f"over {num_steps} step{'s' * (num_steps != 1)}"
+    ending = {"interrupted": "; the run was interrupted.", "running": "; the run is still going."}
+    ending = ending.get(str(summary.get("status", "" if summary else "running")), ".")
+    top = headline(changes)
+    if top:
+        return (
+            f"Held-out {top.name} went from {top.before:.3f} to {top.after:.3f} "
+            f"({top.difference}) {over}{ending}"
+        )
+    if len(training) < 2:
+        return "Too few steps have been recorded for a verdict" + ending
+    n = num_smoothed(len(training))
+    start, stop = np.mean(training[:n]), np.mean(training[-n:])
+    which = f"means of the first and last {n} steps" if n > 1 else "first and last step"
+    return f"Training reward went from {start:.3f} to {stop:.3f} ({which}) {over}{ending}"
+
+
+def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures at the top: label and value."""
+    top = headline(changes)
+    shown = []
+    if top:
+        shown = [
+            (f"{top.name} before", f"{top.before:.3f}"),
+            (f"{top.name} after", f"{top.after:.3f}"),
+            ("change", top.difference),
+        ]
+    seconds = _float(summary.get("seconds"))
+    if math.isfinite(seconds):
+        shown.append(("time (h:min:s)" if seconds >= 3600 else "time (min:s)", duration(seconds)))
+    for name in ("steps", "network_evaluations", "reward_calls"):
+        if math.isfinite(_float(summary.get(name))):
+            shown.append((name.replace("_", " "), f"{summary[name]:,.0f}"))
+    if summary.get("seed") is not None:
+        shown.append(("seed", str(summary["seed"])))
+    return shown
+
+
+def samples(folder: Path) -> dict[str, Any]:
+    """The pictures of the first and the last step that has a grid, prompt by prompt."""
+    index = _json(folder / "index.json")
+    prompts, num_columns = index.get("prompts", []), index.get("columns", 1)
+    steps = sorted(index.get("steps", []))
+    first = _first_grid(folder, steps)
+    last = _first_grid(folder, steps[::-1])
+    if not prompts or not first or not last:
+        return {}
+    shown = dict([first, last])
+    cut = [cut_grid(grid, len(prompts), num_columns) for grid in shown.values()]
+    return {
+        "steps": list(shown),
+        "cards": list(zip(prompts, zip(*map(_addresses, cut), strict=True), strict=True)),
+        "pixelated": max(cut[0][0].size) <= _SMALL,
+    }
+
+
+def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:
+    """The first of these grids that is there and was not cut short by an interruption."""
+    for step in steps:
+        try:
+            with Image.open(folder / f"step-{step:06}.png") as grid:
+                return step, grid.convert("RGB")
+        except OSError:
+            continue
+    return None
+
+
+def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
+    """The pictures of a grid, row by row; PADDING pixels lie around each of them."""
+    num_columns = min(num_columns, num_pictures)
+    num_rows = -(-num_pictures // num_columns)
+    width = (grid.width - PADDING) // num_columns
+    height = (grid.height - PADDING) // num_rows
+    corners = [
+        (PADDING + i % num_columns * width, PADDING + i // num_columns * height)
+        for i in range(num_pictures)
+    ]
+    return [grid.crop((x, y, x + width - PADDING, y + height - PADDING)) for x, y in corners]
+
+
+def _addresses(pictures: Sequence[Image.Image]) -> list[str]:
+    """Small pictures as they are; large ones reduced, or the page would be too heavy to open."""
+    addresses = []
+    for picture in pictures:
+        content = io.BytesIO()
+        small = max(picture.size) <= _SMALL
+        if small:
+            picture.save(content, "PNG")
+        else:
+            picture.thumbnail((_LARGEST, _LARGEST))
+            picture.save(content, "JPEG", quality=88)
+        addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
+    return addresses
+
+
+def checks(series: Lines) -> list[dict[str, str]]:
+    """What the checks measured last, one row each; denoising steps in numerical order."""
+    rows = []
+    for name in sorted(series, key=_natural):
+        if not name.startswith("check/"):
+            continue
+        kind, _, k = name[6:].partition("_drift_")
+        kind = "ratio_drift" if k else kind
+        meaning, wanted = _CHECKS.get(kind, (name[6:].replace("_", " "), ""))
+        step, value = max((s, v) for s, v in series[name].items() if math.isfinite(v))
+        what = f"{meaning} {k}".strip()
+        rows.append({"what": what, "wanted": wanted, "step": str(step), "value": f"{value:.3g}"})
+    return rows
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it is missing or was cut short by an interruption."""
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return {}

@@ -1,0 +1,242 @@
+"""A run from its configuration to its directory: build, train, evaluate, save, resume."""
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowalign import checkpoint
+from flowalign.config import Run
+from flowalign.console import Progress
+from flowalign.costs import Costs
+from flowalign.data import Prompts, read_prompts
+from flowalign.distributed import Processes, join
+from flowalign.evaluate import Evaluated, evaluate, save_grid
+from flowalign.learner import Learner, TrainingFailure
+from flowalign.online import train_online
+from flowalign.report import write_report
+from flowalign.rewards import Rewards
+from flowalign.tracking import Tracker
+
+
+@dataclass
+class Session:
+    """Everything that a started run holds."""
+
+    run: Run
+    config: str
+    """The resolved YAML."""
+    folder: Path
+    processes: Processes
+    learner: Learner
+    rewards: Rewards
+    costs: Costs
+    say: Callable[[str], None]
+    seconds_before: float = 0.0
+    """Spent before this process resumed the run."""
+    started: float = 0.0
+    before: dict[str, float] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, evaluation left out."""
+        return self.seconds_before + time.perf_counter() - self.started
+
+
+def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None = None) -> Session:
+    """Load the weights and make the run directory; with `resume`, restore a checkpoint.
+
+    Raises:
+        ValueError: the directory already holds a run, or the checkpoint is not one of this run.
+    """
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device)
+    folder = Path(run.output_dir)
+    if resume is None and folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} already holds a run and is not overwritten.\n"
+            "Add --resume to go on with it, --overwrite to replace it, or choose another output_dir."
+        )
+    processes.barrier()
+    run.policy.load(processes.device)
+    costs = Costs()
+    recipe = run.recipe
+    updates = run.num_steps * recipe.updates_per_step * recipe.epochs_per_step
+    ema = (run.ema.decay, run.ema.every) if run.ema else None
+    learner = Learner(run.policy, run.optimizer, processes, updates, ema)
+    costs.watch(run.policy.denoiser)
+    rewards = Rewards(run.rewards, run.reward_weights, recipe.on_failed_reward, costs)
+    session = Session(run, config, folder, processes, learner, rewards, costs, say)
+    if processes.is_main:
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config)
+    session.started = time.perf_counter()
+    return session
+
+
+def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
+    """Run the steps that are left, leaving behind everything that section "What a run leaves" of README lists."""
+    first = _resume(session, resume) if resume else 0
+    run, folder = session.run, session.folder
+    tracker = Tracker(folder, run.trackers, first if resume else None) if session.processes.is_main else None
+    if not resume:
+        session.before = _evaluate(session, tracker, 0)
+    steps = range(first, run.num_steps)
+    prompts = Prompts(read_prompts(run.prompts), run.seed)
+    loop = train_online(run.recipe, session.learner, session.rewards, prompts, run.seed, steps)
+    after, status, done = None, "finished", first
+    with _stop_on_ctrl_c() as stop, Progress(
+        run.num_steps, first, enabled=session.processes.is_main
+    ) as progress:
+        for step, metrics in zip(steps, loop, strict=True):
+            done = step + 1
+            if tracker:
+                tracker.log(step, metrics)
+                progress.update(step, metrics)
+            if done == run.num_steps:
+                break
+            after = _evaluate_if_due(session, tracker, done)
+            if done % run.checkpoints.every == 0:
+                _save(session, done, first_save=done == run.checkpoints.every)
+            if session.processes.gather(torch.tensor([stop()])).any():
+                status = "interrupted"
+                break
+    seconds = session.seconds
+    if done > first or first == 0:
+        _save(session, done, first_save=True)
+    if status == "finished":
+        after = _evaluate(session, tracker, done)
+    summary = _summary(session, done, after, seconds, status)
+    if tracker:
+        tracker.close()
+        _write_json(folder / "summary.json", summary)
+        write_report(folder)
+    return summary
+
+
+def _resume(session: Session, resume: Path) -> int:
+    loop = checkpoint.restore(resume, session.learner)
+    for name, value in loop["costs"].items():
+        setattr(session.costs, name, value)
+    session.seconds_before = loop["seconds"]
+    session.before = loop["before"]
+    session.started = time.perf_counter()
+    session.say(f"resumed {resume} after {loop['step']} steps")
+    return loop["step"]
+
+
+def _evaluate_if_due(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+    cfg = session.run.evaluation
+    return _evaluate(session, tracker, done) if cfg and cfg.every and done % cfg.every == 0 else None
+
+
+def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+    """Evaluate the EMA weights after `done` steps; its time is no training time."""
+    cfg = session.run.evaluation
+    if cfg is None:
+        return None
+    start = time.perf_counter()
+    ema = session.learner.ema
+    with session.costs.uncounted(), ema.applied() if ema else nullcontext():
+        result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
+    if tracker:
+        save_grid(session.folder, done, result)
+        tracker.log(max(done - 1, 0), result.metrics | {"eval/after_steps": done})
+    session.started += time.perf_counter() - start
+    return result.metrics
+
+
+def _save(session: Session, done: int, first_save: bool) -> None:
+    """Write, re-read and compare a checkpoint; drop old ones."""
+    if not session.processes.is_main:
+        session.processes.barrier()
+        return
+    root, cfg = session.folder / "checkpoints", session.run.checkpoints
+    loop = {"costs": asdict(session.costs), "seconds": session.seconds, "before": session.before}
+    try:
+        folder = checkpoint.save(root, done, session.learner, session.config, loop)
+    except OSError as error:
+        raise TrainingFailure(
+            f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
+            "Everything saved before is intact; free space and go on with --resume."
+        ) from error
+    if cfg.verify == "always" or (cfg.verify == "first_and_last" and first_save):
+        with session.costs.uncounted():
+            difference = session.run.policy.verify_weights(str(folder))
+        if difference != 0:
+            raise TrainingFailure(
+                f"{folder} loads back with a difference of {difference:.1e} instead of 0: do not trust it."
+            )
+    checkpoint.prune(root, cfg.keep)
+    session.processes.barrier()
+
+
+def _summary(
+    session: Session, done: int, after: dict[str, float] | None, seconds: float, status: str
+) -> dict[str, Any]:
+    def plain(metrics: dict[str, float] | None) -> dict[str, float | None]:
+        items = {k.removeprefix("eval/"): v for k, v in (metrics or {}).items()}
+        return {k: v if math.isfinite(v) else None for k, v in items.items()}
+
+    costs = session.costs
+    counts = torch.tensor(
+        [[costs.sampling_evaluations, costs.training_evaluations, costs.decodes, costs.reward_calls]]
+    )
+    sampling, training, decodes, calls = session.processes.gather(counts).sum(0).tolist()
+    return {
+        "status": status,
+        "before": plain(session.before),
+        "after": plain(after),
+        "seconds": round(seconds, 2),
+        "steps": done,
+        "network_evaluations": sampling + training,
+        "sampling_evaluations": sampling,
+        "training_evaluations": training,
+        "decodes": decodes,
+        "reward_calls": calls,
+        "seed": session.run.seed,
+        "processes": session.processes.world,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    partial = path.with_suffix(".tmp")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def remove(folder: Path) -> None:
+    """Delete a run directory, for --overwrite. Raises ValueError if it does not look like one."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} holds no config.yaml, so it is no run directory and is not deleted")
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C asks to stop after the step in progress; the second stops at once."""
+    asked: list[int] = []
+
+    def handler(number: int, _: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+
+    try:
+        previous = signal.signal(signal.SIGINT, handler)
+    except ValueError:  # not the main thread: whoever runs us there handles Ctrl-C
+        yield lambda: False
+        return
+    try:
+        yield lambda: bool(asked)
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,321 @@
+"""The page about a run: what it shows, and that a missing piece costs only its own part."""
+
+import base64
+import io
+import json
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from flowalign import report
+from flowalign.report import cut_grid, write_report
+
+SHAPES = ("circle", "square", "triangle")
+COLOURS = {"red": "#d33", "blue": "#36c", "green": "#2a4", "yellow": "#ec2"}
+PROMPTS = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
+CONFIG = "recipe:\n  prompts_per_step: 8\n  note: 'a < b & c'\n"
+SUMMARY = {
+    "status": "finished", "seconds": 754.0, "steps": 40, "network_evaluations": 1234567,
+    "reward_calls": 5120, "seed": 7,
+    "before": {"strict": 0.3125, "colour": 0.5, "seen/strict": 0.375, "unseen/strict": 0.25},
+    "after": {"strict": 0.6875, "colour": 0.875, "seen/strict": 0.75, "unseen/strict": 0.625},
+}  # fmt: skip
+
+
+def training(step, rng):
+    """Metrics as a healthy run has them: rewards rise, the clip share grows slowly."""
+    rise = 1 - math.exp(-step / 15)
+    low, high = (0.02 + 0.05 * rise + 0.01 * rng.random() for _ in range(2))
+    row = {
+        "reward/colour": 0.5 + 0.4 * rise + rng.gauss(0, 0.03),
+        "reward/strict": 0.3 + 0.35 * rise + rng.gauss(0, 0.05),
+        "ratio_mean": 1 + rng.gauss(0, 2e-6), "ratio_std": 2e-5 + 1e-5 * rise,
+        "clip_frac_high": high, "clip_frac_low": low, "kl": 0.01 * rise + 5e-4 * rng.random(),
+        "zero_std_ratio": 0.1 + 0.1 * rng.random(), "adv_abs_mean": 0.8,
+        "optim/grad_norm": math.exp(rng.gauss(-1, 0.3)), "optim/learning_rate": 3e-4,
+        "timing/sample": 6 + rng.random(), "timing/reward": 0.8 + 0.2 * rng.random(),
+        "timing/update": 9 + rng.random(), "throughput": 7.5,
+    }  # fmt: skip
+    row["reward_mean"] = (row["reward/colour"] + row["reward/strict"]) / 2
+    return row | {"reward_std": 0.2, "timing/step": row["timing/sample"] + row["timing/update"] + 1}
+
+
+def evaluation(step):
+    rise = 1 - math.exp(-step / 15)
+    dims = {"strict": (0.3, 0.4), "colour": (0.5, 0.4), "diversity": (0.6, -0.05)}
+    row = {f"eval/seen/{dim}": base + gain * rise for dim, (base, gain) in dims.items()}
+    row |= {f"eval/unseen/{dim}": 0.9 * (b + 0.8 * gain * rise) for dim, (b, gain) in dims.items()}
+    return row | {"eval/strict": (row["eval/seen/strict"] + row["eval/unseen/strict"]) / 2}
+
+
+def rows(num_steps=40):
+    rng = random.Random(3)
+    made = []
+    for step in range(num_steps):
+        row = {"step": step, "seconds": 18.0 * step} | training(step, rng)
+        row |= evaluation(step) if step % 10 == 0 or step == num_steps - 1 else {}
+        if step == 0:
+            row |= {f"check/ratio_drift_{k}": 1e-7 * (k + 1) for k in (2, 10, 3)}
+        if step < 2:
+            row |= {"check/moved_share": 0.5 + step / 2, "check/rank_spread": 0.0}
+        made.append(row)
+    return made
+
+
+def write_rows(folder, made):
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
+
+
+def grid(skill, seed, columns=4, side=32):
+    """Pictures in the layout of a run's sample grids; each shows what was asked for with probability skill."""
+    rng = random.Random(seed)
+    num_rows = -(-len(PROMPTS) // columns)
+    pad = 2
+    sheet = Image.new("RGB", (columns * (side + pad) + pad, num_rows * (side + pad) + pad))
+    for i, prompt in enumerate(PROMPTS):
+        _, colour, shape = prompt.split()
+        x, y = pad + i % columns * (side + pad), pad + i // columns * (side + pad)
+        picture = Image.new("RGB", (side, side), "#f2f0ea")
+        colour = colour if rng.random() < skill else rng.choice(list(COLOURS))
+        shape = shape if rng.random() < skill else rng.choice(SHAPES)
+        sides = {"circle": 40, "square": 4, "triangle": 3}[shape]
+        centre = (rng.uniform(10, 22), rng.uniform(10, 22), rng.uniform(6, 9))
+        ImageDraw.Draw(picture).regular_polygon(centre, sides, fill=COLOURS[colour])
+        sheet.paste(picture, (x, y))
+    return sheet
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return fake_run(tmp_path / "shapes-grpo")
+
+
+def fake_run(folder):
+    (folder / "samples").mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "summary.json").write_text(json.dumps(SUMMARY))
+    write_rows(folder, rows())
+    index = {"prompts": PROMPTS, "steps": [0, 20, 40], "columns": 4}
+    (folder / "samples" / "index.json").write_text(json.dumps(index))
+    for step, skill in ((0, 0.2), (20, 0.6), (40, 1.0)):
+        grid(skill, step).save(folder / "samples" / f"step-{step:06}.png")
+    return folder
+
+
+def page_of(folder):
+    return write_report(folder).read_text()
+
+
+def headings(page):
+    return re.findall(r"<h2>(.*?)</h2>|<summary>(.*?)</summary>", page)
+
+
+def captions(page):
+    return re.findall(r"<figcaption>(.*?)</figcaption>", page)
+
+
+def test_the_parts_come_in_order_and_the_charts_too(folder):
+    page = page_of(folder)
+    parts = ["".join(pair) for pair in headings(page)]
+    assert parts == ["Curves", "Samples", "Checks at the start", "Held-out values", "Configuration"]
+    assert captions(page) == [
+        "Training reward", "Held-out strict", "Held-out colour", "Held-out diversity",
+        "Ratio of new to old policy", "Clipped transitions", "KL to the reference",
+        "Gradient norm", "Prompts without signal", "Time of a step",
+    ]  # fmt: skip
+    assert page.index("Held-out strict went") < page.index('class="tiles"') < page.index("Curves")
+
+
+def test_the_page_needs_nothing_but_itself(folder):
+    page = page_of(folder)
+    sources = re.findall(r'(?:src|href)="(.{12})', page)
+    assert len(sources) == 10 + 2 * len(PROMPTS)
+    assert set(sources) <= {"data:image/s", "data:image/p"}
+    assert "<script" not in page
+    assert "http" not in re.sub(r'src="data:[^"]*"', "", page)
+    assert "url(" not in page
+    assert "@import" not in page
+
+
+def test_the_verdict_names_the_stricter_quantity_before_and_after(folder):
+    page = page_of(folder)
+    expected = "Held-out strict went from 0.312 to 0.688 (+0.375) over 40 steps."
+    assert expected in page
+
+
+def test_the_tiles_show_the_figures_of_the_summary(folder):
+    tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', page_of(folder))
+    assert tiles == [
+        ("0.312", "strict before"), ("0.688", "strict after"), ("+0.375", "change"),
+        ("12:34", "time (min:s)"), ("40", "steps"), ("1,234,567", "network evaluations"),
+        ("5,120", "reward calls"), ("7", "seed"),
+    ]  # fmt: skip
+
+
+def test_a_grid_is_cut_into_exactly_its_pictures():
+    """Five pictures of 3 x 4 pixels in rows of three, each of one colour."""
+    sheet = Image.new("RGB", (3 * 5 + 2, 2 * 6 + 2), "white")
+    for i in range(5):
+        sheet.paste((50 * i, 7, 9), (2 + i % 3 * 5, 2 + i // 3 * 6, 5 + i % 3 * 5, 6 + i // 3 * 6))
+    pictures = cut_grid(sheet, 5, 3)
+    assert [picture.size for picture in pictures] == [(3, 4)] * 5
+    assert [picture.getcolors() for picture in pictures] == [
+        [(12, (50 * i, 7, 9))] for i in range(5)
+    ]
+
+
+def test_fewer_pictures_than_columns_make_one_row():
+    sheet = Image.new("RGB", (2 * 6 + 2, 6 + 2))
+    assert [picture.size for picture in cut_grid(sheet, 2, 8)] == [(4, 4)] * 2
+
+
+def test_a_card_shows_its_prompt_with_the_first_and_the_last_picture(folder):
+    page = page_of(folder)
+    cards = re.findall(r'<div class="card">(.*?)<p>(.*?)</p>', page, re.DOTALL)
+    assert [prompt for _, prompt in cards] == PROMPTS
+    for i, skill, seed in ((0, 0.2, 0), (1, 1.0, 40)):
+        shown = re.findall(r"base64,([^\"]*)", cards[5][0])[i]
+        picture = Image.open(io.BytesIO(base64.b64decode(shown)))
+        expected = cut_grid(grid(skill, seed), len(PROMPTS), 4)[5]
+        assert np.array_equal(np.asarray(picture), np.asarray(expected))
+    assert re.findall(r">step (\d+)</div>", cards[5][0]) == ["0", "40"]
+    assert 'class="cards pixelated"' in page
+
+
+def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
+    for step in (0, 20, 40):
+        grid(1.0, step, side=512).save(folder / "samples" / f"step-{step:06}.png")
+    page = page_of(folder)
+    shown = re.search(r"image/jpeg;base64,([^\"]*)", page)
+    assert Image.open(io.BytesIO(base64.b64decode(shown[1]))).size == (320, 320)
+    assert 'class="cards"' in page
+
+
+def test_checks_are_sorted_by_denoising_step_and_show_the_last_value(folder):
+    cells = re.findall(r"<tr><td>(.*?)</td><td class=\"n\">(.*?)</td><td>", page_of(folder))
+    assert [value for _, value in cells] == ["1", "0", "3e-07", "4e-07", "1.1e-06"]
+    assert cells[2][0].endswith("denoising step 2")
+    assert cells[4][0].endswith("denoising step 10")
+
+
+def test_the_table_holds_every_dimension_even_if_measured_once(folder):
+    (folder / "summary.json").write_text(
+        json.dumps({"before": {"x": 0.25, "y": 0.5}, "after": {"x": 0.125, "y": None}})
+    )
+    write_rows(folder, rows(1))
+    cells = re.findall(r"<tr>" + 4 * r"<td[^>]*>(.*?)</td>" + "</tr>\n", page_of(folder))
+    assert ("x", "0.250", "0.125", "-0.125") in cells
+    assert ("y", "0.500", "-", "-") in cells
+    assert ("seen/strict", "0.300", "-", "-") in cells
+
+
+def test_prompts_and_configuration_are_escaped(folder):
+    index = {"prompts": ["<script>alert(1)</script>", *PROMPTS[1:]], "steps": [0, 40], "columns": 4}
+    (folder / "samples" / "index.json").write_text(json.dumps(index))
+    page = page_of(folder)
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "a &lt; b &amp; c" in page
+
+
+def test_an_empty_folder_gives_a_page_that_says_so(tmp_path):
+    page = page_of(tmp_path)
+    assert "Too few steps" in page
+    assert headings(page) == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "heading"),
+    [
+        ("config.yaml", "Configuration"),
+        ("samples/index.json", "Samples"),
+        ("metrics.jsonl", "Curves"),
+    ],
+)
+def test_a_missing_file_leaves_out_only_its_part(folder, missing, heading):
+    complete = {"".join(pair) for pair in headings(page_of(folder))}
+    (folder / missing).unlink()
+    gone = {heading} | ({"Checks at the start"} if missing == "metrics.jsonl" else set())
+    assert {"".join(pair) for pair in headings(page_of(folder))} == complete - gone
+
+
+def test_without_a_summary_the_evaluations_tell_before_and_after(folder):
+    (folder / "summary.json").unlink()
+    page = page_of(folder)
+    assert (
+        "Held-out strict went from 0.285 to 0.619 (+0.334) over 40 steps; the run is still" in page
+    )
+    assert "seed" not in re.sub(r'src="data:[^"]*"', "", page)
+
+
+def test_an_interrupted_run_says_so(folder):
+    (folder / "summary.json").write_text(
+        json.dumps(SUMMARY | {"status": "interrupted", "steps": 17})
+    )
+    page = page_of(folder)
+    assert "over 17 steps; the run was interrupted." in page
+    assert '<span class="status">interrupted</span>' in page
+
+
+def test_without_an_evaluation_the_verdict_is_about_training(folder):
+    """The tenth of 20 steps is 2: rewards 0, 1, ... 19 start at 0.5 and stop at 18.5."""
+    (folder / "summary.json").unlink()
+    write_rows(folder, [{"step": k, "seconds": 0.0, "reward_mean": float(k)} for k in range(20)])
+    page = page_of(folder)
+    assert "Training reward went from 0.500 to 18.500 (means of the first and last 2 steps)" in page
+    assert captions(page) == ["Training reward"]
+    assert "Held-out values" not in page
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+def test_a_run_of_few_steps_shows_every_chart(folder, num_steps):
+    write_rows(folder, rows(num_steps))
+    assert len(captions(page_of(folder))) == 10
+
+
+def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder):
+    made = rows()
+    for row in made:
+        row["kl"] = None
+        row["optim/grad_norm"] = None if row["step"] % 3 else 0.5
+        row["reward/colour"] = row["timing/sample"] = None if row["step"] < 30 else 0.5
+    made[7] = dict.fromkeys(made[7]) | {"step": 7, "seconds": 0.0}
+    write_rows(folder, made)
+    shown = captions(page_of(folder))
+    assert "KL to the reference" not in shown
+    assert {"Gradient norm", "Training reward", "Time of a step"} <= set(shown)
+    finite = report.collect(made)["optim/grad_norm"]
+    assert [step for step, value in finite.items() if not math.isnan(value)] == list(
+        range(0, 40, 3)
+    )
+
+
+@pytest.mark.parametrize(
+    "broken", ["summary.json", "samples/index.json", "samples/step-000040.png"]
+)
+def test_a_file_cut_short_counts_as_missing(folder, broken):
+    file = folder / broken
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    page = page_of(folder)
+    assert "Held-out strict went" in page
+    if broken.endswith("png"):
+        assert set(re.findall(r">step (\d+)</div>", page)) == {"0", "20"}
+
+
+def test_one_grid_is_shown_alone(folder):
+    for step in (20, 40):
+        (folder / "samples" / f"step-{step:06}.png").unlink()
+    page = page_of(folder)
+    assert "Pictures of step 0." in page
+    assert page.count("data:image/png") == len(PROMPTS)
+
+
+def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder):
+    before = {path.name for path in folder.iterdir()}
+    first = page_of(folder)
+    assert page_of(folder) == first
+    assert {path.name for path in folder.iterdir()} == before | {"report.html"}
