@@ -1,3 +1,3 @@
-"""flowalign: align diffusion and flow-matching models with human preferences, one denoising step at a time."""
+"""Align diffusion and flow-matching models with human preferences, one denoising step at a time."""
 
 __version__ = "0.1.0"

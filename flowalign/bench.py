@@ -31,22 +31,27 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     batch = prompts.batch(1, run.recipe.prompts_per_step)
     times: dict[str, list[float]] = {name: [] for name in ("sample", "reward", "update", "floor")}
     for i in range(1, repeats + 1):
-        trajectory = _timed(times["sample"], lambda i=i: rollout(run.recipe, learner, batch, run.seed, i))
-        judged, _ = _timed(times["reward"], lambda t=trajectory: judge(run.recipe, learner, rewards, t))
+        trajectory = _timed(
+            times["sample"], lambda i=i: rollout(run.recipe, learner, batch, run.seed, i)
+        )
+        judged, _ = _timed(
+            times["reward"], lambda t=trajectory: judge(run.recipe, learner, rewards, t)
+        )
         _timed(times["update"], lambda j=judged, i=i: update(run.recipe, learner, j, run.seed, i))
         _timed(times["floor"], lambda t=trajectory: _bare(run, t))
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
+    samples = run.recipe.prompts_per_step * run.recipe.sampling.samples_per_prompt
     step = sum(result[f"seconds/{name}"] for name in ("sample", "reward", "update"))
     return result | {
         "seconds/step": step,
         "overhead": step / result["seconds/floor"],
         "overhead_without_reward": (step - result["seconds/reward"]) / result["seconds/floor"],
-        "images_per_second": len(judged.everyone) / step,
+        "images_per_second": samples / step,
     }
 
 
-def _bare(run: Run, trajectory) -> None:  # noqa: ANN001
-    """The denoiser alone: every sampling evaluation, then every trained one with its backward pass."""
+def _bare(run: Run, trajectory) -> None:
+    """The denoiser alone: every sampling evaluation, then every trained one and its backward."""
     sampling, policy = run.recipe.sampling, run.policy
     x = trajectory.states[:, 0].float()
     row = torch.arange(len(x), device=x.device) // trajectory.group_size
@@ -66,7 +71,7 @@ def _bare(run: Run, trajectory) -> None:  # noqa: ANN001
             policy.velocity(part, sigma, c).mean().backward()
 
 
-def _timed(into: list[float], work: Callable):  # noqa: ANN202
+def _timed(into: list[float], work: Callable):
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     start = time.perf_counter()

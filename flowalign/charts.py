@@ -56,11 +56,11 @@ def _evaluation(series: Lines) -> list[Panel]:
         if name.startswith("eval/"):
             split, _, dim = name[5:].rpartition("/")
             dims.setdefault(dim, {})[split or "all"] = line
-    return [Panel(f"Held-out {dim}", "mean", lines, _points) for dim, lines in dims.items()]
+    return [Panel(f"Held-out {dim}", "score", lines, _points) for dim, lines in dims.items()]
 
 
 def chart(panel: Panel) -> str:
-    """The panel as an SVG data address; 350 units wide, so that letters are 11 px on a phone."""
+    """The panel as an SVG data address; 320 units wide: letters have 11 px on a phone."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -74,12 +74,12 @@ def chart(panel: Panel) -> str:
         "svg.hashsalt": "flowalign",
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        figure = Figure(figsize=(350 / 72, 225 / 72), layout="constrained")
+        figure = Figure(figsize=(320 / 72, 210 / 72), layout="constrained")
         axes = figure.add_subplot()
         panel.draw(axes, panel.lines)
         axes.set(xlabel="step", ylabel=panel.unit)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
         if len(axes.get_legend_handles_labels()[0]) > 1:
             figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=1.2)
@@ -94,8 +94,10 @@ def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curves(axes: Any, lines: Lines) -> None:
+    """Quantities whose zero means something; a lone point is marked, or it would not show."""
     for label, line in lines.items():
         axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 
 def _points(axes: Any, lines: Lines) -> None:
@@ -126,11 +128,12 @@ def _band(axes: Any, lines: Lines) -> None:
     steps, std = _arrays(lines.get("std", {}))
     mean = np.array([lines.get("mean", {}).get(step, 1.0) for step in steps]) - 1
     if len(steps) > 1:
-        axes.fill_between(steps, mean - std, mean + std, alpha=0.25, linewidth=0, label="+- std")
+        axes.fill_between(steps, mean - std, mean + std, alpha=0.25, linewidth=0, label="± std")
     elif len(steps):
         axes.errorbar(steps, mean, std, capsize=4)
     if "mean" in lines:
-        _curves(axes, {"mean": {step: value - 1 for step, value in lines["mean"].items()}})
+        steps, mean = _arrays(lines["mean"])
+        axes.plot(steps, mean - 1, label="mean", marker="o" if len(steps) < 3 else None)
 
 
 def _stack(axes: Any, lines: Lines) -> None:

@@ -1,12 +1,12 @@
 """Checkpoints: written aside and renamed, complete or not there, and resumed bit for bit.
 
-    step-000120/
-        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
-        ema/pytorch_lora_weights.safetensors
-        state/training.safetensors         parameters, EMA and optimizer moments in float32
-        state/loop.json                    step, counters, costs
-        config.yaml
-        manifest.json                      size of every file above
+step-000120/
+    pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
+    ema/pytorch_lora_weights.safetensors
+    state/training.safetensors         parameters, EMA and optimizer moments in float32
+    state/loop.json                    step, counters, costs
+    config.yaml
+    manifest.json                      size of every file above
 """
 
 import json
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,12 +35,14 @@ class Checkpoints:
     keep: int = 3
     """The newest so many; 0 keeps all."""
     verify: Literal["never", "first_and_last", "always"] = "first_and_last"
-    """Re-read what was written through the model's own pipeline and compare: the difference must be 0."""
+    """Re-read what was written through the model's own pipeline: the difference must be 0."""
 
     def __post_init__(self) -> None:
         """Refuse negative numbers."""
         if self.every < 1 or self.keep < 0:
-            raise ValueError(f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0")
+            raise ValueError(
+                f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0"
+            )
 
 
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
@@ -60,17 +62,25 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             with learner.ema.applied():
                 learner.policy.save_weights(str(aside / "ema"))
         save_file(_tensors(learner), aside / "state" / "training.safetensors")
-        counters = {"step": step, "num_updates": learner.num_updates, "num_skipped": learner.num_skipped}
+        counters: dict[str, Any] = {
+            "step": step,
+            "num_updates": learner.num_updates,
+            "num_skipped": learner.num_skipped,
+        }
         counters["ema_updates"] = learner.ema.num_updates if learner.ema else 0
         counters["scaler"] = learner.scaler.state_dict()
         (aside / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
         (aside / "config.yaml").write_text(config)
-        sizes = {str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()}
+        sizes = {
+            str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()
+        }
         (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(aside, final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
+        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
         raise
     return final
 
@@ -100,13 +110,13 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
 
 def latest(root: Path) -> Path | None:
     """The newest checkpoint of a run, or None."""
-    found = sorted(root.glob(f"{_PREFIX}*"))
+    found = _by_step(root)
     return found[-1] if found else None
 
 
 def prune(root: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints; 0 keeps all."""
-    for old in sorted(root.glob(f"{_PREFIX}*"))[:-keep] if keep else []:
+    for old in _by_step(root)[:-keep] if keep else []:
         shutil.rmtree(old)
 
 
@@ -123,6 +133,12 @@ def check_complete(folder: Path) -> None:
                 f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes.\n"
                 "Resume from an older one with --resume PATH."
             )
+
+
+def _by_step(root: Path) -> list[Path]:
+    """All checkpoints, oldest first; folders with other names are left alone."""
+    steps = {f: f.name.removeprefix(_PREFIX) for f in root.glob(f"{_PREFIX}*")}
+    return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from flowalign import __version__
+from flowalign.launch import relaunch
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes
@@ -16,13 +17,16 @@ EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one verb; exit code 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C."""
+    """Run one verb.
+
+    Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
+    """
     args, rest = build_parser().parse_known_args(argv)
     if rest and args.verb not in ("train", "eval", "sample", "check", "bench"):
         build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
     args.overrides = rest
     if getattr(args, "processes", 1) > 1 and "RANK" not in os.environ:
-        _relaunch(args.processes, argv if argv is not None else sys.argv[1:])
+        relaunch(args.processes, argv if argv is not None else sys.argv[1:])
     from flowalign import commands
 
     sys.exit(commands.run(args))
@@ -47,11 +51,15 @@ def build_parser() -> argparse.ArgumentParser:
     train = verb("train", "Train as a run file says.")
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT",
                        help="go on from the newest checkpoint, or from this one")  # fmt: skip
-    train.add_argument("--overwrite", action="store_true", help="delete an earlier run in output_dir")
+    train.add_argument(
+        "--overwrite", action="store_true", help="delete an earlier run in output_dir"
+    )
     _processes(train)
     demo = verb("demo", "Align the embedded text-to-image model on the CPU.", config=False)
     demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument("--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml")
+    demo.add_argument(
+        "--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml"
+    )
     demo.add_argument("--output_dir", help="default: the first free of runs/demo, runs/demo-2, ...")
     demo.add_argument("--processes", type=int, help="default: 2 where there are two cores")
     for name, text in (
@@ -73,14 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _processes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--processes", type=int, default=1, help="processes on this machine (torchrun)")
-
-
-def _relaunch(processes: int, argv: Sequence[str]) -> None:
-    """Become `torchrun`, which starts this command once per process."""
-    module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *module, "-m", "flowalign", *argv])
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes on this machine (torchrun)"
+    )
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from rich.console import Console
 from flowalign import checkpoint
 from flowalign.config import ConfigError, Run, load
 from flowalign.console import table
+from flowalign.launch import relaunch
 from flowalign.learner import TrainingFailure
 from flowalign.plan import plan
 from flowalign.rewards import RewardFailure
@@ -32,10 +33,16 @@ def run(args: argparse.Namespace) -> int:
         return verbs[args.verb](args)
     except (ConfigError, UsageError) as error:
         return _complain(error, 2)
-    except (TrainingFailure, RewardFailure) as error:
+    except (
+        TrainingFailure,
+        RewardFailure,
+        OSError,
+    ) as error:  # OSError: a full disk, a read-only folder
         return _complain(error, 1)
     except KeyboardInterrupt:
-        return _complain(RuntimeError("stopped; what was saved is intact, go on with --resume"), 130)
+        return _complain(
+            RuntimeError("stopped; what was saved is intact, go on with --resume"), 130
+        )
 
 
 class UsageError(ValueError):
@@ -60,12 +67,10 @@ def demo(args: argparse.Namespace) -> int:
     if "RANK" not in os.environ:
         wanted = args.processes or min(2, os.cpu_count() or 1)
         folder = args.output_dir or _free("runs/demo")
-        from flowalign.cli import _relaunch
-
         argv = ["demo", "--seed", str(args.seed), "--output_dir", folder]
         argv += ["--steps", str(args.steps)] if args.steps else []
         if wanted > 1:
-            _relaunch(wanted, argv)
+            relaunch(wanted, argv)
         args.output_dir = folder
     overrides = ["--seed", str(args.seed), "--output_dir", args.output_dir]
     overrides += ["--num_steps", str(args.steps)] if args.steps else []
@@ -84,9 +89,9 @@ def _train(run_file: Run, config: str, resume: str | None, overwrite: bool) -> i
     rows = _plan(run_file, world)
     if main:
         table(f"plan of {folder}", rows)
-        if overwrite and not resume:
-            runs.remove(folder)
     try:
+        if main and overwrite and not resume:
+            runs.remove(folder)
         session = runs.start(run_file, config, say, from_checkpoint)
         summary = runs.train(session, from_checkpoint)
     except ValueError as error:
@@ -138,7 +143,9 @@ def sample(args: argparse.Namespace) -> int:
     run_file, _ = load(args.config, args.overrides)
     _load_policy(run_file, args.weights)
     prompts = [prompt for prompt in args.prompt for _ in range(args.count)]
-    steps = run_file.evaluation.num_steps if run_file.evaluation else run_file.recipe.sampling.num_steps
+    steps = (
+        run_file.evaluation.num_steps if run_file.evaluation else run_file.recipe.sampling.num_steps
+    )
     seeds = [generator(run_file.seed, "sample", i) for i in range(len(prompts))]
     latents = generate(run_file.policy, prompts, steps, seeds, run_file.recipe.sampling.micro_batch)
     pictures = torch.cat([run_file.policy.decode(x).cpu() for x in latents.split(16)])[:, 0]
@@ -160,7 +167,7 @@ def bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def doctor(args: argparse.Namespace) -> int:
+def doctor(_args: argparse.Namespace) -> int:
     """`flowalign doctor`."""
     import torch
 
@@ -236,7 +243,7 @@ def _free(name: str) -> str:
 
 def _say() -> Callable[[str], None]:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    return console.print if os.environ.get("RANK", "0") == "0" else lambda text: None
+    return console.print if os.environ.get("RANK", "0") == "0" else lambda _: None
 
 
 def _complain(error: BaseException, code: int) -> int:

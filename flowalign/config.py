@@ -13,16 +13,17 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.checkpoint import Checkpoints
-from flowalign.data import bundled, read_prompts
+from flowalign.data import read_prompts
 from flowalign.evaluate import Evaluation
 from flowalign.learner import Optimizer
 from flowalign.online import Online
+from flowalign.paths import bundled
 from flowalign.rewards import Rewards
 from flowalign.types import Policy, RewardModel
 
 
 class ConfigError(ValueError):
-    """A run file or an override that cannot be used; the message says which value and what is allowed."""
+    """A run file or an override that cannot be used; says which value and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,13 @@ class Ema:
     decay: float = 0.9
     every: int = 1
     """Optimizer updates between two averagings."""
+
+    def __post_init__(self) -> None:
+        """Refuse what averages nothing, before weights are read."""
+        if not 0 <= self.decay < 1 or self.every < 1:
+            raise ValueError(
+                f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +66,15 @@ class Run:
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
-    """CPU threads per process; null leaves torch's choice. One is best for small models on few cores."""
+    """CPU threads per process; null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
 
     def __post_init__(self) -> None:
         """Checks that need no weights: files, weights of rewards, numbers."""
         if self.num_steps < 1:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
         if self.device == "cpu" and self.policy.precision == "fp16":
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         Rewards(self.rewards, self.reward_weights)
@@ -94,7 +104,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> tuple[Run, str]:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="flowalign train", exit_on_error=False)
+    parser = ArgumentParser(prog="flowalign train", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Run, None, fail_untyped=True)
     return parser
@@ -108,40 +118,53 @@ def _with_dashes(overrides: Sequence[str]) -> list[str]:
 def _check_yaml(path: Path) -> None:
     try:
         content = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: " + " ".join(str(error).split())[:300]) from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not {type(content).__name__}")
 
 
 def _readable(message: str, config: str, parser: ArgumentParser) -> str:
-    """At most four short lines, with a suggestion where a name was misspelt."""
+    """Where the mistake is, what it is, and a suggestion where a name was misspelt."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
-    lines = [line for line in lines if not _NOISE.match(line)]
+    keys = [found[1] for line in lines if (found := _KEY.match(line))]
+    wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
+    where = f"{config}: {'.'.join(keys)}" if keys else config
     hint = _did_you_mean(message, parser)
-    return "\n".join([f"{config}: {lines[0]}", *lines[1:3], *([hint] if hint else [])])
+    return "\n".join([f"{where}: {wrong[-1] if wrong else lines[0]}", *([hint] if hint else [])])
 
 
+_KEY = re.compile(r'Parser key "([\w.]+)":')
 _NOISE = re.compile(
-    r"Does not validate against any|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value type:|Given value: "
+    r"Does not validate against any|Subtypes:|Errors:|Expected a <class 'NoneType'>|"
+    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$"
 )
 
 
 def _did_you_mean(message: str, parser: ArgumentParser) -> str | None:
     """The nearest allowed names to the one that an error message complains about."""
+    options = [a.dest for a in parser._actions if not a.dest.endswith("help")]
     if found := re.search(r"unrecognized arguments: -*([\w.]+)", message):
-        known = [action.dest for action in parser._actions]
-        word = found[1]
-    elif found := re.search(r"(?:[Kk]ey|Option) ['\"]([\w.]+)['\"] is not (?:expected|accepted)", message):
-        paths = re.findall(r"class_path ['\"]([\w.]+)['\"]", message)
-        word = found[1]
-        known = _arguments_of(paths[-1]) if paths else [action.dest for action in parser._actions]
-    elif found := re.search(r"module ['\"]([\w.]+)['\"] has no attribute ['\"](\w+)['\"]", message):
-        word, known = found[2], dir(importlib.import_module(found[1]))
-    else:
-        return None
-    near = difflib.get_close_matches(word, [k for k in known if not k.startswith("_")], n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(near)}?" if near else f"allowed here: {', '.join(known)[:200]}"
+        return _nearest(found[1], options)
+    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
+        return _nearest(f"{found[1]}.{found[2]}", options)
+    if found := re.search(r"Option '([\w.]+)' is not accepted", message):
+        paths = re.findall(r"class_path '([\w.]+)'", message)
+        return _nearest(found[1], _arguments_of(paths[-1]) if paths else options)
+    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
+        return _nearest(found[2], dir(importlib.import_module(found[1])))
+    return None
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    """Names like `word`, or all that are allowed in its place."""
+    parent, last = word.rpartition(".")[0], word.rpartition(".")[2]
+    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
+    beside = {name: k for name, k in beside.items() if not name.startswith("_")}
+    near = difflib.get_close_matches(last, beside, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(beside[name] for name in near)}?"
+    return f"allowed here: {', '.join(beside.values())[:200] or 'nothing'}"
 
 
 def _arguments_of(class_path: str) -> list[str]:

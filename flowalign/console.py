@@ -31,9 +31,10 @@ class Progress:
         self._printed_at = -float("inf")
         self._unprinted = ""
         self._status = Text("waiting for the first step")
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None))
+        left = TextColumn("{task.fields[left]}")
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(None), left)
         self._bar = Bar(*columns, console=self._console, expand=True)
-        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step, left="")
         self._live: Live | None = None
         if enabled and self._console.is_terminal:
             self._live = Live(Group(self._bar, self._status), console=self._console)
@@ -54,14 +55,14 @@ class Progress:
         """Show the metrics of a step that has just finished; steps count from 0."""
         now = self._clock()
         done = step + 1
-        left = (now - self._start) / max(done - self._first, 1) * (self._total - done)
-        status = f"{describe(metrics)}  {duration(left)} left".strip()
-        self._bar.update(self._task, completed=done)
+        seconds = (now - self._start) / max(done - self._first, 1) * (self._total - done)
+        status, left = describe(metrics), f"{duration(seconds)} left"
+        self._bar.update(self._task, completed=done, left=left)
         self._status.plain = status
         if self._live:
             self._live.refresh()
             return
-        self._unprinted = f"step {done}/{self._total}  {status}"
+        self._unprinted = "  ".join(filter(None, (f"step {done}/{self._total}", status, left)))
         if now - self._printed_at >= _SECONDS_BETWEEN_LINES or done >= self._total:
             self.note(self._unprinted)
             self._printed_at, self._unprinted = now, ""

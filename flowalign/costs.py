@@ -1,4 +1,4 @@
-"""What a run has spent: network evaluations, decodes and reward calls, counted where they happen."""
+"""What a run has spent: network evaluations, decodes, reward calls, counted as they happen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +29,9 @@ class Costs:
         """Count every sample that goes through this module from now on."""
 
         def count(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            size = next(len(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim > 1)
+            size = next(
+                len(a) for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.ndim > 1
+            )
             if torch.is_grad_enabled():
                 self.training_evaluations += size
             else:

@@ -1,12 +1,13 @@
 """Prompts: reading them, and an order that is a pure function of the seed."""
 
 import json
-import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+
+from flowalign.paths import bundled
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Prompts:
     seed: int = 0
 
     def batch(self, step: int, size: int) -> list[str]:
-        """The prompts of one step: the same for the same seed, however often the run was resumed."""
+        """The prompts of one step: the same for the same seed, however often the run resumed."""
         return [self._at(i) for i in range(step * size, (step + 1) * size)]
 
     def _at(self, position: int) -> str:
@@ -41,7 +42,11 @@ def read_prompts(path: str) -> list[str]:
     file = Path(bundled(path))
     if not file.is_file():
         raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
-    lines = [(n, line.strip()) for n, line in enumerate(file.read_text().splitlines(), 1)]
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
     lines = [(n, line) for n, line in lines if line]
     if not lines:
         raise ValueError(f"prompts file {path!r} holds no prompt")
@@ -59,14 +64,3 @@ def _field(line: str, where: str) -> str:
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
     return prompt
-
-
-def bundled(path: str) -> str:
-    """The path itself where it exists; for `assets/...` and `configs/...` else the copy inside the package."""
-    if os.path.exists(path) or not path.startswith(("assets/", "configs/")):
-        return path
-    here = Path(__file__).parent
-    for root in (here / "bundled", here.parent):
-        if (root / path).exists():
-            return str(root / path)
-    return path

@@ -1,7 +1,7 @@
 """The few lines that know about processes: who I am, gathering small tensors, summing gradients."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,8 +38,17 @@ class Processes:
         dist.all_gather_object(parts, tensor.detach().cpu())
         return torch.cat(parts)
 
+    def total(self, mine: Mapping[str, float]) -> dict[str, float]:
+        """Sum over ranks by name; a rank that has nothing to add under a name still takes part."""
+        parts: list[Mapping[str, float]] = [mine]
+        if self.world > 1:
+            parts = [{}] * self.world
+            dist.all_gather_object(parts, dict(mine))
+        names = sorted({name for part in parts for name in part})
+        return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over ranks in one flat reduction; a parameter unused on some rank counts as 0."""
+        """Add up gradients over ranks in one flat reduction; where one is unused it counts as 0."""
         if self.world == 1:
             return
         parameters = list(parameters)
@@ -52,7 +61,7 @@ class Processes:
             g.copy_(part.view_as(g))
 
     def spread(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Largest difference of any parameter's sum between ranks: 0 while they hold equal weights."""
+        """Largest difference of a parameter's sum between ranks: 0 while weights are equal."""
         sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
         everyone = self.gather(sums[None])
         return float((everyone.amax(0) - everyone.amin(0)).max())
@@ -69,7 +78,9 @@ def join(device: str = "auto") -> Processes:
     local = int(os.environ.get("LOCAL_RANK", 0))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no CUDA device; allowed here: auto, cpu")
+        raise ValueError(
+            "device cuda was asked for, but torch sees no CUDA device; allowed here: auto, cpu"
+        )
     chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(chosen)

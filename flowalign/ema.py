@@ -10,12 +10,15 @@ from torch import Tensor, nn
 class EMA:
     """average <- decay * average + (1 - decay) * parameters, every `every` optimizer steps.
 
-    Early on the decay is min(decay, (1 + n) / (10 + n)), so the first updates are not drowned by the start.
+    Early on the decay is min(decay, (1 + n) / (10 + n)), so that the start does not drown the
+    first updates.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float, every: int = 1):
         if not 0 <= decay < 1 or every < 1:
-            raise ValueError(f"ema decay {decay}, every {every}: decay must be in [0, 1), every at least 1")
+            raise ValueError(
+                f"ema decay {decay}, every {every}: decay must be in [0, 1), every at least 1"
+            )
         self.parameters, self.decay, self.every = list(parameters), decay, every
         self.average = [p.detach().clone() for p in self.parameters]
         self.num_updates = 0

@@ -1,4 +1,4 @@
-"""Held-out evaluation: the deterministic sampler on fixed prompts and fixed seeds, every reward dimension."""
+"""Held-out evaluation: every reward, by the deterministic sampler on fixed prompts and seeds."""
 
 import json
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ GRID_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated, and when: before the first step, after the last, and every `every` steps if above 0."""
+    """What is evaluated: before the first step, after the last, and every `every` steps."""
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Name of a split to its prompts file."""
     num_prompts: int = 512
-    """Pictures in all, divided evenly over splits; a split's prompts are repeated with other seeds to fill up."""
+    """Pictures in all, divided evenly over splits; prompts repeat with other seeds to fill up."""
     num_steps: int = 40
     every: int = 0
     seed: int = 1234
@@ -38,10 +38,18 @@ class Evaluation:
     def __post_init__(self) -> None:
         """Refuse an evaluation of nothing."""
         if not self.prompts:
-            raise ValueError("evaluation.prompts names no split; give at least one, or evaluation: null")
+            raise ValueError(
+                "evaluation.prompts names no split; give at least one, or evaluation: null"
+            )
         if self.num_prompts < len(self.prompts) or self.num_steps < 1:
             raise ValueError(
-                f"evaluation of {self.num_prompts} prompts in {self.num_steps} steps: need at least one per split"
+                f"evaluation.num_prompts is {self.num_prompts} and num_steps {self.num_steps}; "
+                "need at least one per split, and one step"
+            )
+        if self.micro_batch < 1 or self.grid < 1:
+            raise ValueError(
+                f"evaluation.micro_batch is {self.micro_batch} and grid {self.grid}; "
+                "both must be at least 1"
             )
 
     def items(self) -> list[tuple[str, str]]:
@@ -61,7 +69,7 @@ class Evaluated:
 
 
 def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
-    """Mean of each dimension per split and over all pictures, and the diversity of pictures of one prompt."""
+    """Mean of each dimension, per split and in all, and the diversity of pictures of one prompt."""
     items = cfg.items()
     mine = list(processes.share(range(len(items))))
     latents = generate(
@@ -82,7 +90,7 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
 
 
 def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
-    """Root-mean-square distance per latent element between pictures of one prompt, averaged over all pairs.
+    """Root-mean-square distance per latent element between pictures of one prompt, over all pairs.
 
     NaN where no prompt has two pictures. It falls when a policy collapses onto few pictures.
     """
@@ -103,7 +111,11 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     steps = json.loads(index.read_text())["steps"] if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
     save_image(make_grid(evaluated.grid, nrow=columns), samples / f"step-{step:06d}.png")
-    content = {"prompts": evaluated.grid_prompts, "steps": sorted({*steps, step}), "columns": columns}
+    content = {
+        "prompts": evaluated.grid_prompts,
+        "steps": sorted({*steps, step}),
+        "columns": columns,
+    }
     partial = index.with_suffix(".tmp")
     partial.write_text(json.dumps(content, indent=1))
     partial.replace(index)

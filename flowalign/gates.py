@@ -1,7 +1,7 @@
 """Checks that run by themselves during the first steps and name what is wrong.
 
-Each of them answers a bug that a released code base shipped: a rollout that the trainer cannot reproduce,
-a KL term without gradient, adapters that never move, ranks that drift apart.
+Each of them answers a bug that a released code base shipped: a rollout that the trainer cannot
+reproduce, a KL term without gradient, adapters that never move, ranks that drift apart.
 """
 
 import re
@@ -27,7 +27,7 @@ class Checks:
         self.start = dict(learner.snapshot())
         self.seen = 0
         self.found: dict[str, float] = {}
-        self.notes: list[str] = []
+        self.notes = learner.notes
 
     def before_update(self, batches: Iterable[Minibatch]) -> None:
         """Before the run's first update: the ratio of every stored transition must be 1."""
@@ -37,11 +37,20 @@ class Checks:
         for k, deviation in drift.items():
             self.found[f"check/ratio_drift_{k}"] = deviation
         worst = max(drift, key=lambda k: drift[k], default=None)
-        if worst is not None and not drift[worst] <= self.algorithm.clip / 4:
+        if worst is None:
+            return
+        each = " ".join(f"{deviation:.0e}" for deviation in drift.values())
+        self.notes.append(
+            f"ratio before the first update: off 1 by at most {drift[worst]:.1e} "
+            f"(each step: {each}); clip range {self.algorithm.clip:g}"
+        )
+        if not drift[worst] <= self.algorithm.clip / 4:
             self._fail(
-                f"before any update the ratio of denoising step {worst} is off 1 by {drift[worst]:.1e}, too much "
-                f"for a clip range of {self.algorithm.clip:g}: clipping would act on rounding noise.\n"
-                "Make sampling.micro_batch and micro_batch equal, compute in fp32 or fp16, or widen the clip."
+                f"before any update the ratio of denoising step {worst} is off 1 by "
+                f"{drift[worst]:.1e}, too much for a clip range of {self.algorithm.clip:g}: "
+                "clipping would act on rounding noise.\n"
+                "Make sampling.micro_batch and micro_batch equal, compute in fp32 or fp16, "
+                "or widen the clip."
             )
 
     def after_update(self, batches: Iterable[Minibatch]) -> None:
@@ -56,7 +65,9 @@ class Checks:
         spread = self.learner.processes.spread(self.learner.parameters)
         self.found["check/rank_spread"] = spread
         if spread != 0:
-            self._fail(f"after an update the ranks hold different weights (sums differ by {spread:.1e}).")
+            self._fail(
+                f"after an update the ranks hold different weights (sums differ by {spread:.1e})."
+            )
 
     def metrics(self) -> dict[str, float]:
         """What the gates measured since the last call."""
@@ -69,11 +80,14 @@ class Checks:
         self.found["check/moved_share"] = 1 - len(still) / len(now)
         if len(still) == len(now):
             self._fail(
-                f"no trained parameter changed in update {self.learner.num_updates}: all advantages were 0 "
-                "(see zero_std_ratio), or the loss does not reach the parameters."
+                f"no trained parameter changed in update {self.learner.num_updates}: "
+                "all advantages were 0 (see zero_std_ratio), "
+                "or the loss does not reach the parameters."
             )
         elif self.seen == 2 and (dead := _kind_names(still) - _kind_names(set(now) - set(still))):
-            self._fail(f"parameters of this kind never change, in any layer: {', '.join(sorted(dead))}.")
+            self._fail(
+                f"parameters of this kind never change, in any layer: {', '.join(sorted(dead))}."
+            )
 
     def _kl_gradient(self, batch: Minibatch | None) -> None:
         if batch is None:
@@ -86,7 +100,9 @@ class Checks:
             size = sum(float(g.abs().sum()) for g in grads if g is not None)
         self.found["check/kl_gradient"] = size
         if size == 0:
-            self._fail("the KL term has no gradient: the reference equals the policy, or it was detached.")
+            self._fail(
+                "the KL term has no gradient: the reference equals the policy, or it was detached."
+            )
 
     def _fail(self, message: str) -> None:
         if self.on_failure == "raise":
@@ -100,13 +116,13 @@ def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[in
     drift: dict[int, Tensor] = {}
     for batch in batches:
         logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))
-        worst = ((logp - batch.logp_old).exp() - 1).abs().max()
+        worst = ((logp - batch.logp_old).exp() - 1).abs().nan_to_num(torch.inf).max()
         drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
     return {k: float(worst) for k, worst in drift.items()}
 
 
 def _kind_names(names: Iterable[str]) -> set[str]:
-    """Parameter names without layer numbers. Single layers may rightly be idle, a whole kind may not."""
+    """Parameter names without layer numbers: a layer may rightly be idle, a whole kind may not."""
     return {re.sub(r"\.\d+\.", ".*.", name) for name in names}
 
 

@@ -1,4 +1,4 @@
-"""The part that changes during training: parameters, optimizer, EMA, and the guards around an update."""
+"""What changes during training: parameters, optimizer, EMA, and the guards around an update."""
 
 import math
 from collections.abc import Iterator
@@ -69,6 +69,8 @@ class Learner:
         self.scaler = torch.amp.GradScaler(
             processes.device.type, enabled=policy.precision == "fp16"
         )
+        self.notes: list[str] = []
+        """What a person should read; whoever runs the loop shows and empties it."""
         self.num_updates = 0
         self.num_skipped = 0
         self.skipped_in_a_row = 0
@@ -78,7 +80,7 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def step(self) -> dict[str, float]:
-        """Sum gradients over ranks, clip, update; or skip the update if the gradient is not finite."""
+        """Sum gradients over ranks, clip, update; or skip the update if one is not finite."""
         self.processes.sum_gradients(self.parameters)
         rate = self.cfg.rate(self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -95,7 +97,11 @@ class Learner:
         self.num_updates += 1
         if self.ema and math.isfinite(norm):
             self.ema.update(self.num_updates)
-        return {"optim/grad_norm": norm, "optim/learning_rate": rate, "optim/skipped": float(self.num_skipped)}
+        return {
+            "optim/grad_norm": norm,
+            "optim/learning_rate": rate,
+            "optim/skipped": float(self.num_skipped),
+        }
 
     def _skip(self) -> None:
         self.num_skipped += 1

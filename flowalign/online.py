@@ -1,8 +1,9 @@
 """The online loop: prompts -> trajectory -> values -> credit -> advantages -> loss -> update.
 
-Glossary. A *step* of the loop samples `prompts_per_step` x `samples_per_prompt` trajectories and makes
-`epochs_per_step` x `updates_per_step` *updates* (optimizer steps) from them; an update accumulates the gradient
-over *micro-batches*. A *denoising step* k is one transition of a trajectory.
+Glossary. A *step* of the loop samples `prompts_per_step` x `samples_per_prompt` trajectories and
+makes `epochs_per_step` x `updates_per_step` *updates* (optimizer steps) from them; an update
+accumulates the gradient over *micro-batches*. A *denoising step* k is one transition of a
+trajectory.
 """
 
 import time
@@ -79,7 +80,12 @@ class Rollout:
 
 
 def train_online(
-    cfg: Online, learner: Learner, rewards: Rewards, prompts: Prompts, seed: int, steps: Iterable[int]
+    cfg: Online,
+    learner: Learner,
+    rewards: Rewards,
+    prompts: Prompts,
+    seed: int,
+    steps: Iterable[int],
 ) -> Iterator[dict[str, float]]:
     """Run the given steps of the loop, yielding the metrics of each.
 
@@ -107,9 +113,13 @@ def train_online(
         yield metrics | checks.metrics()
 
 
-def rollout(cfg: Online, learner: Learner, prompts: Sequence[str], seed: int, step: int) -> Trajectory:
+def rollout(
+    cfg: Online, learner: Learner, prompts: Sequence[str], seed: int, step: int
+) -> Trajectory:
     """Sample my share of the prompts; the window is everyone's, the noise belongs to the prompt."""
-    window = cfg.sampling.window.steps(cfg.sampling.num_steps, step, generator(seed, "window", step))
+    window = cfg.sampling.window.steps(
+        cfg.sampling.num_steps, step, generator(seed, "window", step)
+    )
     mine = learner.processes.share(range(len(prompts)))
     return sample(
         learner.policy,
@@ -166,7 +176,9 @@ def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) 
         order = torch.randperm(len(batch.everyone), generator=generator(seed, "order", step, epoch))
         for part in order.tensor_split(cfg.updates_per_step):
             num_trained = int(batch.everyone[part].sum())
-            mine = part[(part >= batch.first) & (part < batch.first + len(batch.mask))] - batch.first
+            mine = (
+                part[(part >= batch.first) & (part < batch.first + len(batch.mask))] - batch.first
+            )
             for minibatch in minibatches(batch, mine, cfg.micro_batch):
                 loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
                 share = len(minibatch.x) / num_trained
@@ -174,15 +186,12 @@ def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) 
                 for name, stat in stats.items():
                     totals[name] = totals.get(name, 0.0) + share / num_parts * stat
             metrics |= learner.step() if num_trained else {}
-    names = sorted(totals)
-    if names:
-        summed = learner.processes.gather(torch.stack([totals[n] for n in names])[None]).sum(0)
-        metrics |= dict(zip(names, summed.tolist(), strict=True))
-    return metrics
+    means = torch.stack(list(totals.values())).tolist() if totals else []
+    return metrics | learner.processes.total(dict(zip(totals, means, strict=True)))
 
 
 def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
-    """Every trained transition of the given samples once, at most `size` samples of one step k at a time."""
+    """Every trained transition of the given samples once, at most `size` of a step k at a time."""
     trajectory, device = batch.trajectory, batch.trajectory.states.device
     for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
         for chosen in rows[batch.mask[rows, k]].split(size):
@@ -215,12 +224,19 @@ def _first(learner: Learner, num_mine: int) -> int:
 
 
 def _reward_metrics(
-    rewards: Rewards, final: Float[Tensor, "n R"], credit: StepCredit, advantage: Float[Tensor, "n T"]
+    rewards: Rewards,
+    final: Float[Tensor, "n R"],
+    credit: StepCredit,
+    advantage: Float[Tensor, "n T"],
 ) -> dict[str, float]:
     mean = dict(zip(rewards.dims, final.nanmean(0).tolist(), strict=True))
     weighted = (final.nan_to_num() @ rewards.weights)[rewards.usable(final.isfinite())]
     total = credit.value.nan_to_num() @ rewards.weights
-    flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if credit.mask.any() else 1.0
+    flat = (
+        zero_spread_share(total[credit.mask], credit.group[credit.mask])
+        if credit.mask.any()
+        else 1.0
+    )
     return {
         **{f"reward/{dim}": value for dim, value in mean.items()},
         "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),

@@ -14,7 +14,8 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     window = sampling.window.steps(sampling.num_steps, 0, generator(run.seed, "window", 0))
     if run.recipe.prompts_per_step < world:
         raise ValueError(
-            f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, fewer than the {world} processes"
+            f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, "
+            f"fewer than the {world} processes"
         )
     per_velocity = run.policy.evaluations_per_velocity
     sampled = samples * sampling.num_steps * per_velocity
@@ -22,8 +23,10 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     reference = trained if run.recipe.algorithm.needs_reference else 0
     updates = run.recipe.updates_per_step * run.recipe.epochs_per_step
     return {
-        "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts x {sampling.samples_per_prompt}",
-        "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained {list(window)}",
+        "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts "
+        f"x {sampling.samples_per_prompt}",
+        "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained "
+        f"{list(window)}",
         "network evaluations per step": f"{sampled} sampling + {trained} training"
         + (f" + {reference} reference" if reference else ""),
         "decodes per step": f"{samples} (more if the credit method values intermediate states)",
@@ -37,7 +40,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
 
 
 def memory(run: Run, model: ModelPlan, samples: int) -> str:
-    """Denoiser, optimizer with EMA, trajectories and activations of one micro-batch; no text encoder or VAE."""
+    """Denoiser, optimizer with EMA, trajectories, one micro-batch of activations; no encoders."""
     weights = model.parameters * model.bytes_per_parameter
     training = model.trainable * 4 * (4 + bool(run.ema))
     size = 1
@@ -45,14 +48,21 @@ def memory(run: Run, model: ModelPlan, samples: int) -> str:
         size *= side
     sampling = run.recipe.sampling
     states = samples * (sampling.num_steps + 1) * size * DTYPES[sampling.state_dtype].itemsize
-    activations = run.recipe.micro_batch * model.activation_bytes * run.policy.evaluations_per_velocity
-    parts = {"weights": weights, "optimizer": training, "trajectories": states, "activations": activations}
+    activations = (
+        run.recipe.micro_batch * model.activation_bytes * run.policy.evaluations_per_velocity
+    )
+    parts = {
+        "weights": weights,
+        "optimizer": training,
+        "trajectories": states,
+        "activations": activations,
+    }
     return f"{_size(sum(parts.values()))} per process: " + ", ".join(
         f"{name} {_size(value)}" for name, value in parts.items()
     )
 
 
-def _size(num_bytes: float) -> str:
+def _size(num_bytes: int | float) -> str:
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"

@@ -102,12 +102,10 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
         if name.startswith("eval/"):
             first[name[5:]] = line[finite[0]]
             last |= {name[5:]: line[finite[-1]]} if len(finite) > 1 else {}
-    before = first | (summary.get("before") or {})
+    told: dict[str, Any] = summary.get("before") or {}
+    before = told | first | told  # the summary's order and its values
     after = last | (summary.get("after") or {})
-    found = [
-        Change(n, _float(before.get(n)), _float(after.get(n)))
-        for n in dict.fromkeys([*before, *after])
-    ]
+    found = [Change(n, _float(before.get(n)), _float(after.get(n))) for n in before | after]
     return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]
 
 
@@ -155,7 +153,7 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
         shown.append(("time (h:min:s)" if seconds >= 3600 else "time (min:s)", duration(seconds)))
     for name in ("steps", "network_evaluations", "reward_calls"):
         if math.isfinite(_float(summary.get(name))):
-            shown.append((name.replace("_", " "), f"{summary[name]:,.0f}"))
+            shown.append((name.replace("_", " "), _count(_float(summary[name]))))
     if summary.get("seed") is not None:
         shown.append(("seed", str(summary["seed"])))
     return shown
@@ -239,6 +237,10 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _float(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.2f} M"
 
 
 def _number(value: float) -> str:

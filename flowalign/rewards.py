@@ -1,4 +1,4 @@
-"""Several reward models seen as one: dimensions side by side, a weight each, and no failure that becomes a number."""
+"""Several reward models seen as one: dimensions side by side, a weight each; no failure scores."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,16 +31,25 @@ class Rewards:
 
     def __post_init__(self) -> None:
         """Refuse weights that name nothing, or nothing to optimise."""
+        if not self.models:
+            raise ValueError("rewards is empty; name at least one reward model")
         self.dims = tuple(dim for model in self.models for dim in model.spec.dims)
         repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
         if repeated:
             raise ValueError(f"reward dimensions {repeated} come from more than one model")
         unknown = sorted(self.weight_of.keys() - set(self.dims))
         if unknown:
-            raise ValueError(f"reward_weights name unknown dimensions {unknown}; there are {', '.join(self.dims)}")
+            raise ValueError(
+                f"reward_weights name unknown dimensions {unknown}; "
+                f"there are {', '.join(self.dims)}"
+            )
         self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
+        if not self.weights.isfinite().all():
+            raise ValueError(f"reward_weights must be finite numbers, got {dict(self.weight_of)}")
         if not self.weights.any():
-            raise ValueError(f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}")
+            raise ValueError(
+                f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}"
+            )
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """All dimensions of all models; reasons joined."""
@@ -55,15 +64,20 @@ class Rewards:
         )
 
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
-        """Samples whose weighted dimensions are all valid; others may fail and are only not logged."""
+        """Samples whose weighted dimensions are all valid; failed others are only not logged."""
         return valid[:, self.weights != 0].all(1)
 
 
 class StateValues:
-    """values(ks) of one trajectory, memoised: each state is finished, decoded and scored at most once."""
+    """values(ks) of one trajectory: each state is finished, decoded and scored at most once."""
 
     def __init__(
-        self, policy: Policy, rewards: Rewards, trajectory: Trajectory, finish: Callable[[int], Tensor], micro_batch: int
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        trajectory: Trajectory,
+        finish: Callable[[int], Tensor],
+        micro_batch: int,
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
         self.finish, self.micro_batch = finish, micro_batch
@@ -88,11 +102,11 @@ class StateValues:
         if self.rewards.on_failure == "raise" and not usable.all():
             i = int((~usable).nonzero()[0])
             raise RewardFailure(
-                f"{int((~usable).sum())} of {len(usable)} rewards failed at state {k}. First: sample {i}, prompt "
-                f"{self.trajectory.prompts[i]!r}: {self.known[k].reasons[i]}.\n"
+                f"{int((~usable).sum())} of {len(usable)} rewards failed at state {k}. "
+                f"First: sample {i}, prompt {self.trajectory.prompts[i]!r}: "
+                f"{self.known[k].reasons[i]}.\n"
                 "Set on_failed_reward to drop_sample or drop_group to go on without such samples."
             )
-
 
 
 def surviving(

@@ -52,9 +52,10 @@ def sample(
     generators: Sequence[torch.Generator],
     keep_means: bool = False,
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps` and ODE elsewhere.
+    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
-    Each prompt has its own generator, so what is drawn does not depend on how prompts are spread over processes.
+    Each prompt has its own generator, so what is drawn does not depend on how prompts are spread
+    over processes.
     """
     cond, group = policy.encode(prompts), cfg.samples_per_prompt
     x = torch.cat([_initial(policy, cfg, generator) for generator in generators])
@@ -90,9 +91,13 @@ def sample(
 
 @torch.no_grad()
 def generate(
-    policy: Policy, prompts: Sequence[str], num_steps: int, generators: Sequence[torch.Generator], micro_batch: int
+    policy: Policy,
+    prompts: Sequence[str],
+    num_steps: int,
+    generators: Sequence[torch.Generator],
+    micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Clean latents by the deterministic sampler, one per prompt: what the model's own pipeline makes."""
+    """Clean latents by the deterministic sampler, as the model's own pipeline; one per prompt."""
     x = torch.cat([policy.noise(1, generator) for generator in generators])
     unique = sorted(set(prompts))
     cond = policy.encode(unique)

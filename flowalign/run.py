@@ -64,7 +64,8 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
     if resume is None and folder.exists() and any(folder.iterdir()):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
-            "Add --resume to go on with it, --overwrite to replace it, or choose another output_dir."
+            "Add --resume to go on with it, --overwrite to replace it, "
+            "or choose another output_dir."
         )
     processes.barrier()
     run.policy.load(processes.device)
@@ -72,8 +73,8 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
     recipe = run.recipe
     updates = run.num_steps * recipe.updates_per_step * recipe.epochs_per_step
     ema = (run.ema.decay, run.ema.every) if run.ema else None
+    costs.watch(run.policy.denoiser)  # before the learner copies it for a reference
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
-    costs.watch(run.policy.denoiser)
     rewards = Rewards(run.rewards, run.reward_weights, recipe.on_failed_reward, costs)
     session = Session(run, config, folder, processes, learner, rewards, costs, say)
     if processes.is_main:
@@ -84,29 +85,30 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
 
 
 def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
-    """Run the steps that are left, leaving behind everything that section "What a run leaves" of README lists."""
+    """Run the steps that are left, and write all that README's "What a run leaves" lists."""
     first = _resume(session, resume) if resume else 0
-    run, folder = session.run, session.folder
-    tracker = Tracker(folder, run.trackers, first if resume else None) if session.processes.is_main else None
+    run = session.run
+    tracker = (
+        Tracker(session.folder, run.trackers, first if resume else None)
+        if session.processes.is_main
+        else None
+    )
     if not resume:
         session.before = _evaluate(session, tracker, 0)
     steps = range(first, run.num_steps)
     prompts = Prompts(read_prompts(run.prompts), run.seed)
     loop = train_online(run.recipe, session.learner, session.rewards, prompts, run.seed, steps)
     after, status, done = None, "finished", first
-    with _stop_on_ctrl_c() as stop, Progress(
-        run.num_steps, first, enabled=session.processes.is_main
-    ) as progress:
+    with (
+        _stop_on_ctrl_c() as stop,
+        Progress(run.num_steps, first, enabled=session.processes.is_main) as progress,
+    ):
         for step, metrics in zip(steps, loop, strict=True):
             done = step + 1
-            if tracker:
-                tracker.log(step, metrics)
-                progress.update(step, metrics)
+            _show(session, tracker, progress, step, metrics)
             if done == run.num_steps:
                 break
-            after = _evaluate_if_due(session, tracker, done)
-            if done % run.checkpoints.every == 0:
-                _save(session, done, first_save=done == run.checkpoints.every)
+            after = _between_steps(session, tracker, done)
             if session.processes.gather(torch.tensor([stop()])).any():
                 status = "interrupted"
                 break
@@ -116,11 +118,32 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
     if status == "finished":
         after = _evaluate(session, tracker, done)
     summary = _summary(session, done, after, seconds, status)
-    if tracker:
-        tracker.close()
-        _write_json(folder / "summary.json", summary)
-        write_report(folder)
+    _close(session.folder, tracker, summary)
     return summary
+
+
+def _show(
+    session: Session,
+    tracker: Tracker | None,
+    progress: Progress,
+    step: int,
+    metrics: dict[str, float],
+) -> None:
+    """The notes of a step and its metrics."""
+    while session.learner.notes:
+        progress.note(session.learner.notes.pop(0))
+    if tracker:
+        tracker.log(step, metrics)
+        progress.update(step, metrics)
+
+
+def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> None:
+    """What is written at the end, by the one process that has a tracker."""
+    if tracker is None:
+        return
+    tracker.close()
+    _write_json(folder / "summary.json", summary)
+    write_report(folder)
 
 
 def _resume(session: Session, resume: Path) -> int:
@@ -134,9 +157,14 @@ def _resume(session: Session, resume: Path) -> int:
     return loop["step"]
 
 
-def _evaluate_if_due(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-    cfg = session.run.evaluation
-    return _evaluate(session, tracker, done) if cfg and cfg.every and done % cfg.every == 0 else None
+def _between_steps(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+    """Evaluate and save where it is due; the metrics of the evaluation."""
+    cfg, every = session.run.evaluation, session.run.checkpoints.every
+    due = cfg and cfg.every and done % cfg.every == 0
+    after = _evaluate(session, tracker, done) if due else None
+    if done % every == 0:
+        _save(session, done, first_save=done == every)
+    return after
 
 
 def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
@@ -174,7 +202,8 @@ def _save(session: Session, done: int, first_save: bool) -> None:
             difference = session.run.policy.verify_weights(str(folder))
         if difference != 0:
             raise TrainingFailure(
-                f"{folder} loads back with a difference of {difference:.1e} instead of 0: do not trust it."
+                f"{folder} loads back with a difference of {difference:.1e} instead of 0: "
+                "do not trust it."
             )
     checkpoint.prune(root, cfg.keep)
     session.processes.barrier()
@@ -189,7 +218,14 @@ def _summary(
 
     costs = session.costs
     counts = torch.tensor(
-        [[costs.sampling_evaluations, costs.training_evaluations, costs.decodes, costs.reward_calls]]
+        [
+            [
+                costs.sampling_evaluations,
+                costs.training_evaluations,
+                costs.decodes,
+                costs.reward_calls,
+            ]
+        ]
     )
     sampling, training, decodes, calls = session.processes.gather(counts).sum(0).tolist()
     return {
@@ -217,13 +253,15 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 def remove(folder: Path) -> None:
     """Delete a run directory, for --overwrite. Raises ValueError if it does not look like one."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder} holds no config.yaml, so it is no run directory and is not deleted")
+        raise ValueError(
+            f"{folder} holds no config.yaml, so it is no run directory and is not deleted"
+        )
     shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C asks to stop after the step in progress; the second stops at once."""
+    """Within, the first Ctrl-C asks to stop after the current step; the second stops at once."""
     asked: list[int] = []
 
     def handler(number: int, _: object) -> None:

@@ -137,7 +137,7 @@ class Policy(VelocityField):
 
     @abstractmethod
     def plan(self) -> ModelPlan:
-        """Sizes, from configuration files alone. Raises ValueError for a model that cannot be used."""
+        """Sizes, from configuration files alone. ValueError for a model that cannot be used."""
 
     @abstractmethod
     def load(self, device: torch.device) -> None:
@@ -199,7 +199,7 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """Scores of n samples. A score that could not be computed is NaN, not valid, and has a reason."""
+    """Scores of n samples. One that could not be computed is NaN, not valid, and has a reason."""
 
     values: Float[Tensor, "n R"]
     valid: Bool[Tensor, "n R"]
@@ -207,13 +207,16 @@ class RewardOutput:
     """Sample index to why it failed; every sample with an invalid dimension has one."""
 
     @staticmethod
-    def build(spec: RewardSpec, values: Tensor, failed: Mapping[int, str] | None = None) -> "RewardOutput":
+    def build(
+        spec: RewardSpec, values: Tensor, failed: Mapping[int, str] | None = None
+    ) -> "RewardOutput":
         """Mark failed samples, and any non-finite value that a model returned, as invalid."""
         failed = dict(failed or {})
         values = values.detach().float().cpu().clone()
         if values.ndim != 2 or values.shape[1] != len(spec.dims):
             raise ValueError(
-                f"reward {spec.name!r} returned shape {tuple(values.shape)}, expected (n, {len(spec.dims)}) for {spec.dims}"
+                f"reward {spec.name!r} returned shape {tuple(values.shape)}, "
+                f"expected (n, {len(spec.dims)}) for {spec.dims}"
             )
         values[list(failed)] = torch.nan
         valid = values.isfinite()
@@ -248,12 +251,20 @@ class CreditEstimator(ABC):
 class PolicyLoss(ABC):
     """Turns one minibatch of transitions into a loss. Implementations: `flowalign/algorithms/`."""
 
-    needs_reference: bool
-    """Whether `loss` evaluates the reference: one more network evaluation per transition."""
-    needs_mean_old: bool
-    """Whether rollouts must keep the mean of each trained transition."""
-    clip: float
-    """Largest change of the ratio that passes; the replay check compares its drift with this."""
+    @property
+    @abstractmethod
+    def needs_reference(self) -> bool:
+        """Whether `loss` evaluates the reference: one more network evaluation per transition."""
+
+    @property
+    @abstractmethod
+    def needs_mean_old(self) -> bool:
+        """Whether rollouts must keep the mean of each trained transition."""
+
+    @property
+    @abstractmethod
+    def clip(self) -> float:
+        """Largest change of the ratio that passes; the replay check compares drift with it."""
 
     @abstractmethod
     def loss(

@@ -1,9 +1,10 @@
-"""Which denoising steps are stochastic and trained. A window is one choice per iteration, shared by all samples."""
+"""Which denoising steps are stochastic and trained: one choice per iteration, for all samples."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 
 class Window(ABC):
@@ -11,16 +12,20 @@ class Window(ABC):
 
     @abstractmethod
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """Increasing step indices in [0, num_steps). Raises ValueError if the window does not fit."""
+        """Increasing step indices in [0, num_steps). ValueError if the window does not fit."""
 
 
 @dataclass(frozen=True)
 class AllButLast(Window):
-    """Every step but the last, whose noise would reach the picture. Source: Flow-GRPO, arXiv:2505.05470v5."""
+    """Every step but the last, whose noise would reach the picture.
 
+    Source: Flow-GRPO, arXiv:2505.05470v5.
+    """
+
+    @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """0, ..., num_steps - 2."""
-        return tuple(range(num_steps - 1))
+        return _inside(0, num_steps - 1, num_steps)
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Fixed(Window):
     start: int
     stop: int
 
+    @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """The same steps each time."""
         return _inside(self.start, self.stop, num_steps)
@@ -47,11 +53,14 @@ class Random(Window):
     high: int | None = None
     """None: half the steps."""
 
+    @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """One draw from the generator."""
         high = num_steps // 2 if self.high is None else self.high
         if not self.low < high:
-            raise ValueError(f"random window draws its start from [{self.low}, {high}), which is empty")
+            raise ValueError(
+                f"random window draws its start from [{self.low}, {high}), which is empty"
+            )
         _inside(high - 1, high - 1 + self.size, num_steps)
         start = int(torch.randint(self.low, high, (), generator=generator))
         return _inside(start, start + self.size, num_steps)
@@ -59,30 +68,34 @@ class Random(Window):
 
 @dataclass(frozen=True)
 class RandomSubset(Window):
-    """A random `share` of all steps but the last. Source: DanceGRPO, arXiv:2505.07818v4, share 0.6."""
+    """A random `share` of all steps but the last. Source: DanceGRPO, arXiv:2505.07818v4, 0.6."""
 
     share: float = 0.6
 
+    @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """A fresh subset each iteration."""
         count = int(self.share * (num_steps - 1))
         if not 1 <= count <= num_steps - 1:
-            raise ValueError(f"share {self.share} of {num_steps - 1} steps is {count} steps; need at least 1")
+            raise ValueError(
+                f"share {self.share} of {num_steps - 1} steps is {count} steps; need at least 1"
+            )
         return tuple(sorted(torch.randperm(num_steps - 1, generator=generator)[:count].tolist()))
 
 
 @dataclass(frozen=True)
 class Sliding(Window):
-    """`size` steps that move by `stride` every `every` iterations and stop at the end of the schedule.
+    """`size` steps that move by `stride` every `every` iterations and stop at the schedule's end.
 
-    Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows shrink; here
-    the window stays whole.
+    Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows
+    shrink; here the window stays whole.
     """
 
     size: int = 4
     every: int = 25
     stride: int = 1
 
+    @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """The window of this iteration."""
         _inside(0, self.size, num_steps)
@@ -92,5 +105,8 @@ class Sliding(Window):
 
 def _inside(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
     if not 0 <= start < stop <= num_steps:
-        raise ValueError(f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps [0, {num_steps})")
+        raise ValueError(
+            f"window [{start}, {stop}) lies outside the schedule of {num_steps} steps "
+            f"[0, {num_steps})"
+        )
     return tuple(range(start, stop))

@@ -12,6 +12,7 @@ from diffusers.models import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
@@ -46,7 +47,7 @@ def load_pipeline(
 
 
 def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
-    """Leave exactly the trained parameters with gradients, in float32: the adapter, or everything."""
+    """Leave exactly the trained parameters with gradients, in float32: adapter or everything."""
     if lora is None:
         denoiser.requires_grad_(True).float()
         return
@@ -54,14 +55,16 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
         r=lora.rank, lora_alpha=lora.alpha, init_lora_weights="gaussian",
         target_modules=list(lora.target_modules),
     )  # fmt: skip
-    denoiser.add_adapter(config)
+    with torch.random.fork_rng(devices=[]):  # every rank and every run starts from the same adapter
+        torch.random.default_generator.manual_seed(0)
+        denoiser.add_adapter(config)
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
 
 
 def save_weights(cls: type[DiffusionPipeline], denoiser: ModelMixin, folder: str) -> None:
-    """The adapter with its metadata (without it, alpha / rank is lost on loading), or the whole denoiser."""
+    """The adapter with its metadata (without it alpha / rank is lost), or the whole denoiser."""
     if not is_adapted(denoiser):
         denoiser.save_pretrained(Path(folder) / "transformer")
         return
@@ -73,12 +76,13 @@ def save_weights(cls: type[DiffusionPipeline], denoiser: ModelMixin, folder: str
 
 
 def load_weights(denoiser: ModelMixin, folder: str) -> None:
-    """Read what `save_weights` wrote into the same kind of model; nothing missing, nothing unexpected."""
+    """Read what `save_weights` wrote; nothing may be missing, nothing unexpected."""
     if is_adapted(denoiser):
         file = Path(folder) / LORA_FILE
         state = load_file(_existing(file))
         state = {k.removeprefix("transformer."): v for k, v in state.items()}
         _same_shapes(state, get_peft_model_state_dict(denoiser), file)
+        _same_alpha(denoiser, file)
         set_peft_model_state_dict(denoiser, state)
         return
     file = Path(folder) / "transformer" / "diffusion_pytorch_model.safetensors"
@@ -98,6 +102,17 @@ def adapter_metadata(denoiser: ModelMixin) -> dict[str, Any]:
     return json.loads(json.dumps(metadata, default=sorted))
 
 
+def _same_alpha(denoiser: ModelMixin, file: Path) -> None:
+    """Tensors of equal shape do not tell how strongly they act: alpha is in the metadata."""
+    with safe_open(file, "pt") as opened:
+        saved = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    alpha = denoiser.peft_config["default"].lora_alpha
+    if saved.get("transformer.lora_alpha", alpha) != alpha:
+        raise ValueError(
+            f"{file} was trained with lora.alpha {saved['transformer.lora_alpha']}, not {alpha}"
+        )
+
+
 def _existing(file: Path) -> Path:
     if not file.is_file():
         raise ValueError(f"{file} does not exist: not a checkpoint of this kind of training")
@@ -109,6 +124,7 @@ def _same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: 
     wrong |= {k for k in got.keys() & wanted.keys() if got[k].shape != wanted[k].shape}
     if wrong:
         raise ValueError(
-            f"{file} belongs to another model or adapter: {len(wrong)} of {len(wanted)} tensors differ,\n"
+            f"{file} belongs to another model or adapter: "
+            f"{len(wrong)} of {len(wanted)} tensors differ,\n"
             f"for example {sorted(wrong)[0]}"
         )

@@ -1,7 +1,8 @@
-"""A rule-based verifier of the shapes world: finds the objects in a picture and compares them with its prompt.
+"""A rule-based verifier of the shapes world: compares the objects in a picture with its prompt.
 
-The world (see `assets/shapes/`): 32x32 pictures of one to three flat objects on a dark ground, described by prompts
-such as "a red circle", "two blue squares" or "a green triangle left of a white square".
+The world (see `assets/shapes/`): 32x32 pictures of one to three flat objects on a dark ground,
+described by prompts such as "a red circle", "two blue squares" or "a green triangle left of a
+white square".
 """
 
 from collections.abc import Sequence
@@ -123,12 +124,14 @@ def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
 
 
 def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Best ideal shape of each region, its intersection over union, and the bounding box's centre."""
+    """Best ideal shape of each region, its intersection over union, the bounding box's centre."""
     u, half_x, centre_x = _box_coordinates(mask.any(2))
     w, half_y, centre_y = _box_coordinates(mask.any(3))
     u, w = u[:, :, None, :], w[:, :, :, None]
     inside = (u.abs() <= 1) & (w.abs() <= 1)
-    ideals = torch.stack([u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=2)
+    ideals = torch.stack(
+        [u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=2
+    )
     overlap = (ideals & mask[:, :, None]).flatten(3).sum(3)
     union = (ideals | mask[:, :, None]).flatten(3).sum(3).clamp(min=1)
     # A sliver fits any ideal in its own bounding box, so regions far from square lose fit.
@@ -139,7 +142,7 @@ def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tens
 
 
 def _box_coordinates(occupied: Bool[Tensor, "n K L"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Coordinates along one axis scaled so that the occupied range is [-1, 1]; its half width; its centre."""
+    """Coordinates on one axis, the occupied range scaled to [-1, 1]; its half width; its centre."""
     index = torch.arange(occupied.shape[-1], dtype=torch.float32)
     low = torch.where(occupied, index, torch.inf).amin(-1)
     high = torch.where(occupied, index, -torch.inf).amax(-1)
@@ -152,17 +155,25 @@ def _describe_colour(pixels: Tensor, mask: Bool[Tensor, "n K H W"]) -> tuple[Ten
     """Most frequent nearest colour among inner pixels (edges are mixtures), and its share."""
     distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
     inner = 1 - F.max_pool2d(1 - mask.float(), 3, 1, 1)
-    votes = torch.stack([(inner * ((nearest == c) & (distance < 70))[:, None]).sum((2, 3)) for c in range(len(COLOURS))], 2)
+    votes = torch.stack(
+        [
+            (inner * ((nearest == c) & (distance < 70))[:, None]).sum((2, 3))
+            for c in range(len(COLOURS))
+        ],
+        2,
+    )
     most, colour = votes.max(2)
     return colour, most / inner.sum((2, 3)).clamp(min=1)
 
 
 class ShapesVerifier(RewardModel):
-    """Compares a picture of the shapes world with its prompt by rules; every dimension is in [0, 1].
+    """Compares a picture of the shapes world with its prompt by rules, each dimension in [0, 1].
 
-    colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing and surplus ones.
+    colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing
+    and surplus ones.
     count: 1 minus the relative error of the number of objects.
-    position: 1 where the relation holds (or none is asked for), less the further the objects are from it.
+    position: 1 where the relation holds (or none is asked for), less the further the objects are
+    from it.
     clean: how flat, well formed and free of dirt the objects are.
     strict: 1 where everything asked for is there, bound together rightly, and nothing else is.
     """
@@ -182,7 +193,9 @@ class ShapesVerifier(RewardModel):
         finite = media.flatten(1).isfinite().all(1)
         objects = find_objects(media.nan_to_num())
         values = torch.tensor([_compare(parse(p), objects, i) for i, p in enumerate(batch.prompts)])
-        return RewardOutput.build(self.spec, values, failed={int(i): "non-finite pixels" for i in (~finite).nonzero()})
+        return RewardOutput.build(
+            self.spec, values, failed={int(i): "non-finite pixels" for i in (~finite).nonzero()}
+        )
 
 
 def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
@@ -200,7 +213,9 @@ def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
     quality = objects.fit[i, keep] * objects.purity[i, keep]
     clean = float(quality.mean() * (1 - objects.dirt[i]))
     bound = _shared(found, list(scene.objects)) == most
-    strict = bound and position == 1 and float(quality.min()) >= 0.6 and float(objects.dirt[i]) <= 0.1
+    strict = (
+        bound and position == 1 and float(quality.min()) >= 0.6 and float(objects.dirt[i]) <= 0.1
+    )
     return colour, shape, count, position, clean, float(strict)
 
 
@@ -223,8 +238,10 @@ def _position(scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, 
     return 0.5 * min(max((along + 16) / 32, 0.0), 1.0)
 
 
-def _match(asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]) -> tuple[int, int] | None:
-    """Indices of the found objects with the two asked colours, preferring those whose shapes agree too."""
+def _match(
+    asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]
+) -> tuple[int, int] | None:
+    """Indices of the found objects with the two asked colours, preferably with their shapes too."""
     scored = [
         (found[i] == asked[0], found[j] == asked[1], -i, -j, (i, j))
         for i, j in permutations(range(len(found)), 2)

@@ -1,10 +1,10 @@
-"""Train the embedded text-to-image model from nothing and write it to `sd3/` as a diffusers pipeline.
+"""Train the embedded text-to-image model from nothing, write it to `sd3/` for diffusers.
 
     python assets/shapes/build.py            # about half an hour on two CPU cores, seeded
 
 Two stages: a small AutoencoderKL (four times smaller per side) on rendered pictures, then an
-SD3Transformer2DModel together with both CLIP text encoders by conditional flow matching on its latents.
-The prompts of the *unseen* split never occur.
+SD3Transformer2DModel together with both CLIP text encoders by conditional flow matching on its
+latents. The prompts of the *unseen* split never occur.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from world import COLOURS, COUNTS, RELATIONS, SHAPES, phrase, render, splits
 
 HERE = Path(__file__).parent
 T5_LENGTHS = (1, 256)
-"""Zero tokens in T5's place: 1 is what flowalign asks for, 256 what a plain `pipe(prompt)` pads to."""
+"""Zero tokens in T5's place: 1 is what flowalign asks for, 256 what a plain `pipe(prompt)` does."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -67,16 +67,20 @@ def text_encoder(vocab: int, layers: int) -> CLIPTextModelWithProjection:
 def silent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
     """A T5 whose output is exactly 0, as if it were absent, and a tokenizer that reads nothing.
 
-    Diffusers refuses to load an SD3 folder without T5 unless the caller passes `text_encoder_3=None`;
-    with this one a plain `from_pretrained` works and gives the same numbers.
+    Diffusers refuses to load an SD3 folder without T5 unless the caller passes
+    `text_encoder_3=None`; with this one a plain `from_pretrained` works and gives the same numbers.
     """
     model = T5EncoderModel(
-        T5Config(vocab_size=2, d_model=96, d_kv=1, d_ff=1, num_layers=1, num_heads=1, pad_token_id=0)
+        T5Config(
+            vocab_size=2, d_model=96, d_kv=1, d_ff=1, num_layers=1, num_heads=1, pad_token_id=0
+        )
     )
     nn.init.zeros_(model.encoder.final_layer_norm.weight)
     core = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
     core.normalizer = normalizers.Replace(Regex(r"[\s\S]+"), "")
-    words = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", model_max_length=512)
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", unk_token="<unk>", model_max_length=512
+    )
     return model.eval(), words
 
 
@@ -105,7 +109,7 @@ def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
 
 
 def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Rendered pictures of shown prompts: a quarter single objects, a third counts, the rest relations."""
+    """Rendered pictures of shown prompts: 1/4 single objects, 1/3 counts, the rest relations."""
     prompts = [p for name in ("train", "seen") for p in splits()[name]]
     kinds = [
         [p for p in prompts if p.startswith("a ") and not any(r in p for r in RELATIONS)],
@@ -154,15 +158,17 @@ def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 def train_flow(
     pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
 ) -> None:
-    """Conditional flow matching of the transformer and both text encoders; keeps the EMA weights."""
+    """Conditional flow matching of transformer and both text encoders; keeps the EMA weights."""
     trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
     average = copy.deepcopy(trained)
     generator = torch.Generator().manual_seed(2)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        trained.parameters(), lr=args.lr, weight_decay=1e-2, betas=(0.9, 0.98)
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimizer, args.lr, args.steps, pct_start=0.05, final_div_factor=50
     )
-    unique = sorted(set(prompts)) + [""]
+    unique = [*sorted(set(prompts)), ""]
     ids = pipe.tokenizer(unique, padding="max_length", return_tensors="pt").input_ids
     row = torch.tensor([unique.index(p) for p in prompts])
     start, average_loss = time.time(), 1.0

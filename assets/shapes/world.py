@@ -23,10 +23,10 @@ def phrase(count: str, colour: str, shape: str) -> str:
 
 
 def splits(seed: int = 0) -> dict[str, list[str]]:
-    """Disjoint prompt lists: train, seen (held out of training), unseen (held out of pretraining too).
+    """Disjoint prompt lists: train, seen (not trained), unseen (not pretrained either).
 
-    An unseen relation uses a pair of objects that pretraining never shows in any relation; an unseen
-    count is a number of one object that it never shows. Every single object is shown.
+    An unseen relation uses a pair of objects that pretraining never shows in any relation; an
+    unseen count is a number of one object that it never shows. Every single object is shown.
     """
     rng = random.Random(seed)
     singles = [phrase("a", *o) for o in OBJECTS]

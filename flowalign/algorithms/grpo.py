@@ -1,8 +1,9 @@
-"""GRPO on denoising transitions: a surrogate of the likelihood ratio, and a Gaussian KL to the reference.
+"""GRPO on denoising transitions: a surrogate of the ratio, and a Gaussian KL to the reference.
 
 Source: Flow-GRPO, arXiv:2505.05470v5; the ratio averages the log-probability over latent elements.
 """
 
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,19 +16,31 @@ from flowalign.functional.transition import Gaussian, log_density
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]
-"""gaussian: exact, as papers print it. gaussian_no_dt: what Flow-GRPO's code computes. latent_mse: with CPS."""
+"""gaussian: exact, as papers print it. gaussian_no_dt: Flow-GRPO's code. latent_mse: with CPS."""
 
 
+@dataclass(frozen=True)
 class GRPO(PolicyLoss):
     """Mean over transitions of weight * surrogate + kl_coef * KL(policy || reference)."""
 
-    def __init__(
-        self, surrogate: Surrogate = PPOClip(), kl_coef: float = 0.0, kl: KL = "gaussian_no_dt"  # noqa: B008 (frozen)
-    ):
-        self.surrogate, self.kl_coef, self.kl = surrogate, kl_coef, kl
-        self.needs_reference = kl_coef > 0
-        self.needs_mean_old = surrogate.needs_mean_old
-        self.clip = surrogate.clip
+    surrogate: Surrogate = field(default_factory=PPOClip)
+    kl_coef: float = 0.0
+    kl: KL = "gaussian_no_dt"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Only the KL term evaluates the reference."""
+        return self.kl_coef > 0
+
+    @property
+    def needs_mean_old(self) -> bool:
+        """As the surrogate says."""
+        return self.surrogate.needs_mean_old
+
+    @property
+    def clip(self) -> float:
+        """As the surrogate says."""
+        return self.surrogate.clip
 
     def loss(
         self, policy: VelocityField, reference: VelocityField, batch: Minibatch
@@ -37,7 +50,9 @@ class GRPO(PolicyLoss):
         log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
         per_sample, seen = self.surrogate(log_ratio, current, batch)
         loss = (batch.weight * per_sample).mean()
-        stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {"policy_loss": loss.detach()}
+        stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
+            "policy_loss": loss.detach()
+        }
         if self.kl_coef > 0:
             kl = self._kl(current, reference, batch)
             loss, stats["kl"] = loss + self.kl_coef * kl, kl.detach()
@@ -56,7 +71,7 @@ class GRPO(PolicyLoss):
 def ratio_stats(
     log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float
 ) -> dict[str, Tensor]:
-    """Mean and spread of the ratio, and the share of samples that a clip holds back on each side."""
+    """Mean and spread of the ratio, and the share of samples that a clip holds back per side."""
     ratio = log_ratio.exp()
     return {
         "ratio_mean": ratio.mean(),

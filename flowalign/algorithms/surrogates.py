@@ -1,4 +1,4 @@
-"""Trust regions of the GRPO family: what a transition contributes, given how far the policy has moved."""
+"""Trust regions of the GRPO family: what a transition adds, given how far the policy has moved."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -6,8 +6,15 @@ from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
-from flowalign.functional.surrogate import divergence_mask, gaussian_kl, log_hinge, ppo_clip, ratio_norm
+from flowalign.functional.surrogate import (
+    divergence_mask,
+    gaussian_kl,
+    log_hinge,
+    ppo_clip,
+    ratio_norm,
+)
 from flowalign.functional.transition import Gaussian
 from flowalign.types import Minibatch
 
@@ -17,7 +24,7 @@ class Surrogate(ABC):
 
     clip: float
     """The largest movement that passes, in the surrogate's own unit."""
-    needs_mean_old: bool
+    needs_mean_old: ClassVar[bool]
 
     @abstractmethod
     def __call__(
@@ -28,11 +35,12 @@ class Surrogate(ABC):
 
 @dataclass(frozen=True)
 class PPOClip(Surrogate):
-    """Clip at 1 - clip and 1 + clip. Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5)."""
+    """Clip at 1 -+ clip. Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5)."""
 
     clip: float = 1e-4
     needs_mean_old: ClassVar[bool] = False
 
+    @override
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
@@ -44,13 +52,15 @@ class PPOClip(Surrogate):
 class RatioNorm(Surrogate):
     """PPO clip on a ratio freed of its bias and of its step-dependent scale.
 
-    With `step_weight: inverse_dt` this is GRPO-Guard as verl-omni has it, with `inverse_sensitivity` PRECISE's
-    variant, with `uniform` Flow-Factory's. Source: GRPO-Guard, arXiv:2510.22319v1, clip 2e-6.
+    With `step_weight: inverse_dt` this is GRPO-Guard as verl-omni has it, with
+    `inverse_sensitivity` PRECISE's variant, with `uniform` Flow-Factory's. Source: GRPO-Guard,
+    arXiv:2510.22319v1, clip 2e-6.
     """
 
     clip: float = 2e-6
     needs_mean_old: ClassVar[bool] = True
 
+    @override
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
@@ -66,6 +76,7 @@ class LogHinge(Surrogate):
     clip: float = 1e-4
     needs_mean_old: ClassVar[bool] = False
 
+    @override
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
@@ -75,14 +86,15 @@ class LogHinge(Surrogate):
 
 @dataclass(frozen=True)
 class DivergenceMask(Surrogate):
-    """-r A, except where the policy is `clip` away from the old one (exact Gaussian KL) and would move further.
+    """-r A, except where the policy is `clip` away from the old one and would move further.
 
-    Source: Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
+    The distance is the exact Gaussian KL. Source: Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
     """
 
     clip: float = 1e-5
     needs_mean_old: ClassVar[bool] = True
 
+    @override
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,12 @@ def group_center(
 ) -> Float[Tensor, "n R"]:
     """(value - mean of its group) / (std + eps), with std over the group, the batch, or 1.
 
-    Groups whose values spread less than `std_floor` yield exact zeros: they hold no signal, and dividing
-    by their std would amplify rounding. "joint" differs from "group" only in the ids it is given.
+    Groups whose values spread less than `std_floor` yield exact zeros: they hold no signal, and
+    dividing by their std would amplify rounding. "joint" differs from "group" only in the ids it is
+    given.
 
-    Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr. GRPO,
-    arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
+    Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is
+    Dr. GRPO, arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
     """
     _, index = group.unique(return_inverse=True)
     centred = value - group_mean(value, index)
@@ -51,10 +52,11 @@ def advantages(
 ) -> Float[Tensor, "B T"]:
     """Normalised credit of each transition, summed over reward dimensions; 0 where mask is False.
 
-    "sum_of_advantages" normalises each dimension on its own and sums with weights, so dimensions count alike
-    whatever their spread; "advantage_of_sum" weights the raw values first.
+    "sum_of_advantages" normalises each dimension on its own and sums with weights, so dimensions
+    count alike whatever their spread; "advantage_of_sum" weights the raw values first.
 
-    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of the sum).
+    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage
+    of the sum).
     """
     out = torch.zeros_like(value[..., 0])
     chosen, ids = value[mask], group[mask]
@@ -62,7 +64,9 @@ def advantages(
         return out
     if combine == "advantage_of_sum":
         chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
-    out[mask] = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction) @ weights
+    out[mask] = (
+        group_center(chosen, ids, scale, std_floor=std_floor, correction=correction) @ weights
+    )
     return out
 
 

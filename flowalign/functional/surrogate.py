@@ -1,4 +1,4 @@
-"""Policy objectives and divergences. All return one number per sample; reduction belongs to the caller."""
+"""Policy objectives and divergences: one number per sample, reduction is the caller's."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -25,7 +25,9 @@ def ratio_norm(
     mean_old: Float[Tensor, "n *latent"],
     std: Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """std * (log r + mean(|mean - mean_old|^2) / (2 std^2)): a log-ratio without bias and step-dependent scale.
+    """std * (log r + mean(|mean - mean_old|^2) / (2 std^2)).
+
+    A log-ratio without bias and step-dependent scale.
 
     What is left is -mean((mean_old - mean) * noise), so clipping acts alike on every step.
 
@@ -37,7 +39,7 @@ def ratio_norm(
 def log_hinge(
     log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], margin: float
 ) -> Float[Tensor, "n"]:
-    """max(0, margin |A| - A log r): linear in the log-ratio until it has moved by `margin` the right way.
+    """max(0, margin |A| - A log r): linear until log r has moved by `margin` the right way.
 
     Source: PCPO, arXiv:2509.25774, its log-hinge objective.
     """
@@ -50,7 +52,7 @@ def divergence_mask(
     divergence: Float[Tensor, "n"],
     threshold: float,
 ) -> Bool[Tensor, "n"]:
-    """False where the policy is `threshold` away from the old one and the update would push it further.
+    """False where the policy is `threshold` from the old one and the update would push it further.
 
     Source: Flow-DPPO, arXiv:2606.11025v1, with `gaussian_kl` to the old policy as the divergence.
     """
@@ -67,7 +69,7 @@ def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
 
 
 def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, ""]) -> Float[Tensor, "n"]:
-    """`gaussian_kl` times the step length: what the released Flow-GRPO code computes, about ten times weaker.
+    """`gaussian_kl` times the step length, about ten times weaker: as in Flow-GRPO's released code.
 
     Published coefficients (0.04, 0.01) belong to this one. dt is sigma - sigma_next > 0.
     """

@@ -5,12 +5,13 @@ Every published sampler is one step with two coefficients,
     x_{k+1} = (1 - sigma_{k+1}) x0_hat + c1 * x1_hat + std * noise,
     x0_hat  = x - sigma v   (predicted data),     x1_hat = x + (1 - sigma) v   (predicted noise),
 
-and kernels differ in (c1, std) only. With eta = 0 each of them has c1 = sigma_{k+1} and std = 0, the Euler step
-of the probability-flow ODE, so deterministic sampling needs no second code path.
+and kernels differ in (c1, std) only. With eta = 0 each of them has c1 = sigma_{k+1} and std = 0,
+the Euler step of the probability-flow ODE, so deterministic sampling needs no second code path.
 """
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class Coefficients(NamedTuple):
 class Kernel(ABC):
     """A family of transitions, indexed by its noise level eta."""
 
-    density: Density
+    density: Density = "gaussian"
     """"gaussian" is the log-density; "unit" is -mean((x_next - mean)^2), as CPS code uses."""
 
     @abstractmethod
@@ -49,16 +50,16 @@ class Kernel(ABC):
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
 
 
+@dataclass(frozen=True)
 class FlowSDE(Kernel):
     """Euler-Maruyama step of the SDE with the marginals of the flow ODE.
 
-    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next), c1 = sigma_next - std^2 / (2 sigma).
-    g diverges at sigma = 1; there 1 - sigma becomes 1 - sigma_1, so the first std is eta itself.
+    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next),
+    c1 = sigma_next - std^2 / (2 sigma). g diverges at sigma = 1; there 1 - sigma becomes
+    1 - sigma_1, so the first std is eta itself.
 
     Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), eta is its `a`, 0.7 by default there.
     """
-
-    density: Density = "gaussian"
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
@@ -67,31 +68,33 @@ class FlowSDE(Kernel):
         return _euler_maruyama(sigma, following, g)
 
 
+@dataclass(frozen=True)
 class DanceSDE(Kernel):
     """Like `FlowSDE` with the constant diffusion g = eta.
 
     Source: DanceGRPO, arXiv:2505.07818v4; eta = 0.3 for images and 0.25 for video there.
     """
 
-    density: Density = "gaussian"
-
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         return _euler_maruyama(sigmas[k], sigmas[k + 1], eta)
 
 
+@dataclass(frozen=True)
 class CPS(Kernel):
-    """Coefficients-preserving step: std = sigma_next sin(eta pi / 2), c1 = sigma_next cos(eta pi / 2).
+    """Coefficients-preserving step.
 
-    The total noise level is exactly sigma_next. The noise does not shrink with the step, so eta is not
-    comparable between numbers of steps. The published code drops 1 / (2 std^2) and the constants from the
-    log-density ("unit"); with the true density the last step dominates the gradient.
+    std = sigma_next sin(eta pi / 2), c1 = sigma_next cos(eta pi / 2).
+
+    The total noise level is exactly sigma_next. The noise does not shrink with the step, so eta is
+    not comparable between numbers of steps. The published code drops 1 / (2 std^2) and the
+    constants from the log-density ("unit"); with the true density the last step dominates the
+    gradient.
 
     Source: Flow-CPS, arXiv:2509.05952v1; eta is 0.7 to 0.9 in published runs.
     """
 
-    def __init__(self, density: Density = "unit"):
-        self.density = density
+    density: Density = "unit"
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
@@ -99,6 +102,7 @@ class CPS(Kernel):
         return Coefficients(sigmas[k + 1] * angle.cos(), sigmas[k + 1] * angle.sin())
 
 
+@dataclass(frozen=True)
 class Precise(Kernel):
     """Exact solution of the local SDE with x0_hat frozen during the step.
 
@@ -108,8 +112,6 @@ class Precise(Kernel):
     Source: PRECISE, arXiv:2605.23522v1, and its released code.
     """
 
-    density: Density = "gaussian"
-
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
@@ -117,18 +119,18 @@ class Precise(Kernel):
         return Coefficients(following * rho, following * (1 - rho**2).clamp(min=0).sqrt())
 
 
+@dataclass(frozen=True)
 class DDIM(Kernel):
     """The stochastic DDIM step of variance-preserving models, in flow coordinates.
 
     With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times
-    n = ((1 - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar').
-    In flow coordinates that is std = sigma_next eta sqrt(1 - q^2) with
+    n = ((1 - sigma)^2 + sigma^2)^(-1/2); its
+    std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar'). In flow
+    coordinates that is std = sigma_next eta sqrt(1 - q^2) with
     q = sigma_next (1 - sigma) / (sigma (1 - sigma_next)), precise where abar is close to 1, too.
 
     Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
     """
-
-    density: Density = "gaussian"
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
@@ -153,7 +155,9 @@ def transition(
     return Gaussian((1 - sigmas[k + 1]) * x0_hat + _as(c1, x) * x1_hat, std)
 
 
-def sample_next(distribution: Gaussian, noise: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+def sample_next(
+    distribution: Gaussian, noise: Float[Tensor, "n *latent"]
+) -> Float[Tensor, "n *latent"]:
     """mean + std * noise."""
     return distribution.mean + _as(distribution.std, noise) * noise
 
@@ -163,7 +167,8 @@ def log_density(
 ) -> Float[Tensor, "n"]:
     """log pi(x_next), averaged (not summed) over latent elements; 0 where std is 0.
 
-    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3) assume it.
+    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3)
+    assume it.
     """
     square = (x_next - distribution.mean).square().flatten(1).mean(1)
     if kernel.density == "unit":

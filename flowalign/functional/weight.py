@@ -20,14 +20,16 @@ def step_weights(
 ) -> Float[Tensor, "T"]:
     """Factor on the loss of each step; 0 where the step is not trained.
 
-    uniform: 1. std: std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight) and dt: its
-    length, both with mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard, arXiv:2510.22319v1).
-    inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional: makes the gradient of each
-    step proportional to its length and keeps the sum of the native weights |d mean / d v| / std (PCPO,
-    arXiv:2509.25774).
+    uniform: 1. std: std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight) and
+    dt: its length, both with mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard,
+    arXiv:2510.22319v1). inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional:
+    makes the gradient of each step proportional to its length and keeps the sum of the native
+    weights |d mean / d v| / std (PCPO, arXiv:2509.25774).
     """
     if kind not in get_args(StepWeight):
-        raise ValueError(f"step weight {kind!r} unknown; choose from {', '.join(get_args(StepWeight))}")
+        raise ValueError(
+            f"step weight {kind!r} unknown; choose from {', '.join(get_args(StepWeight))}"
+        )
     dt = sigmas[:-1] - sigmas[1:]
     steps = [kernel.coefficients(sigmas, k, eta[k : k + 1]).std for k in range(len(dt))]
     std = torch.where(trained, torch.cat(steps), 1.0)

@@ -48,7 +48,7 @@ def test_describe_leaves_out_what_was_not_measured():
 
 
 def test_duration_leaves_out_leading_zeros():
-    got = [duration(s) for s in (-1, 0, 59.6, 61, 3600, 90061)]
+    got = [duration(s) for s in (-1.0, 0.0, 59.6, 61.0, 3600.0, 90061.0)]
     assert got == ["0:00", "0:00", "1:00", "1:01", "1:00:00", "25:01:01"]
 
 
@@ -64,6 +64,17 @@ def test_a_fast_run_still_prints_its_last_step():
     screen = terminal(False)
     run(screen, 0.1, 30)
     assert [line.split()[1] for line in printed(screen).splitlines()] == ["1/30", "30/30"]
+
+
+def test_the_last_step_is_printed_before_what_follows_it():
+    screen = terminal(False)
+    with Progress(2, console=screen, clock=Clock()) as progress:
+        for step in range(2):
+            progress.update(step, {})
+        progress.note("evaluating")
+    assert [line.split("  ")[0] for line in printed(screen).splitlines()] == [
+        "step 1/2", "step 2/2", "evaluating",
+    ]  # fmt: skip
 
 
 def test_an_interrupted_run_prints_the_step_it_reached():
@@ -88,13 +99,13 @@ def test_time_left_counts_only_the_steps_of_this_start():
     assert second.endswith("  1:00 left")
 
 
-def test_a_terminal_gets_a_bar_with_the_metrics():
-    screen = terminal(True)
+def test_a_terminal_of_80_columns_gets_a_bar_and_the_metrics_below_it():
+    screen = terminal(True, width=80)
     run(screen, 2.0, 4, stop=3)
-    last = printed(screen)[-600:]
-    assert "3/4" in last
-    assert "━" in last
-    assert f"{describe(METRICS)}  0:02 left" in last
+    bar, metrics = printed(screen).splitlines()[-3:-1]
+    assert "3/4 ━" in bar
+    assert bar.rstrip().endswith("0:02 left")
+    assert metrics.startswith(describe(METRICS))
 
 
 def test_a_note_is_printed_as_it_is_with_and_without_a_bar():

@@ -4,106 +4,32 @@ import base64
 import io
 import json
 import math
-import random
 import re
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from flowalign import report
 from flowalign.report import cut_grid, write_report
-
-SHAPES = ("circle", "square", "triangle")
-COLOURS = {"red": "#d33", "blue": "#36c", "green": "#2a4", "yellow": "#ec2"}
-PROMPTS = [f"a {colour} {shape}" for colour in COLOURS for shape in SHAPES]
-CONFIG = "recipe:\n  prompts_per_step: 8\n  note: 'a < b & c'\n"
-SUMMARY = {
-    "status": "finished", "seconds": 754.0, "steps": 40, "network_evaluations": 1234567,
-    "reward_calls": 5120, "seed": 7,
-    "before": {"strict": 0.3125, "colour": 0.5, "seen/strict": 0.375, "unseen/strict": 0.25},
-    "after": {"strict": 0.6875, "colour": 0.875, "seen/strict": 0.75, "unseen/strict": 0.625},
-}  # fmt: skip
+from tests.cli.fake_run import PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
 
 
-def training(step, rng):
-    """Metrics as a healthy run has them: rewards rise, the clip share grows slowly."""
-    rise = 1 - math.exp(-step / 15)
-    low, high = (0.02 + 0.05 * rise + 0.01 * rng.random() for _ in range(2))
-    row = {
-        "reward/colour": 0.5 + 0.4 * rise + rng.gauss(0, 0.03),
-        "reward/strict": 0.3 + 0.35 * rise + rng.gauss(0, 0.05),
-        "ratio_mean": 1 + rng.gauss(0, 2e-6), "ratio_std": 2e-5 + 1e-5 * rise,
-        "clip_frac_high": high, "clip_frac_low": low, "kl": 0.01 * rise + 5e-4 * rng.random(),
-        "zero_std_ratio": 0.1 + 0.1 * rng.random(), "adv_abs_mean": 0.8,
-        "optim/grad_norm": math.exp(rng.gauss(-1, 0.3)), "optim/learning_rate": 3e-4,
-        "timing/sample": 6 + rng.random(), "timing/reward": 0.8 + 0.2 * rng.random(),
-        "timing/update": 9 + rng.random(), "throughput": 7.5,
-    }  # fmt: skip
-    row["reward_mean"] = (row["reward/colour"] + row["reward/strict"]) / 2
-    return row | {"reward_std": 0.2, "timing/step": row["timing/sample"] + row["timing/update"] + 1}
+@pytest.fixture(autouse=True)
+def _drawing_only_where_it_matters(request, monkeypatch):
+    """Drawing takes a second a page; tests about charts ask for `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
 
 
-def evaluation(step):
-    rise = 1 - math.exp(-step / 15)
-    dims = {"strict": (0.3, 0.4), "colour": (0.5, 0.4), "diversity": (0.6, -0.05)}
-    row = {f"eval/seen/{dim}": base + gain * rise for dim, (base, gain) in dims.items()}
-    row |= {f"eval/unseen/{dim}": 0.9 * (b + 0.8 * gain * rise) for dim, (b, gain) in dims.items()}
-    return row | {"eval/strict": (row["eval/seen/strict"] + row["eval/unseen/strict"]) / 2}
-
-
-def rows(num_steps=40):
-    rng = random.Random(3)
-    made = []
-    for step in range(num_steps):
-        row = {"step": step, "seconds": 18.0 * step} | training(step, rng)
-        row |= evaluation(step) if step % 10 == 0 or step == num_steps - 1 else {}
-        if step == 0:
-            row |= {f"check/ratio_drift_{k}": 1e-7 * (k + 1) for k in (2, 10, 3)}
-        if step < 2:
-            row |= {"check/moved_share": 0.5 + step / 2, "check/rank_spread": 0.0}
-        made.append(row)
-    return made
-
-
-def write_rows(folder, made):
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
-
-
-def grid(skill, seed, columns=4, side=32):
-    """Pictures in the layout of a run's sample grids; each shows what was asked for with probability skill."""
-    rng = random.Random(seed)
-    num_rows = -(-len(PROMPTS) // columns)
-    pad = 2
-    sheet = Image.new("RGB", (columns * (side + pad) + pad, num_rows * (side + pad) + pad))
-    for i, prompt in enumerate(PROMPTS):
-        _, colour, shape = prompt.split()
-        x, y = pad + i % columns * (side + pad), pad + i // columns * (side + pad)
-        picture = Image.new("RGB", (side, side), "#f2f0ea")
-        colour = colour if rng.random() < skill else rng.choice(list(COLOURS))
-        shape = shape if rng.random() < skill else rng.choice(SHAPES)
-        sides = {"circle": 40, "square": 4, "triangle": 3}[shape]
-        centre = (rng.uniform(10, 22), rng.uniform(10, 22), rng.uniform(6, 9))
-        ImageDraw.Draw(picture).regular_polygon(centre, sides, fill=COLOURS[colour])
-        sheet.paste(picture, (x, y))
-    return sheet
+@pytest.fixture
+def drawn():
+    """The charts are really drawn."""
 
 
 @pytest.fixture
 def folder(tmp_path):
     return fake_run(tmp_path / "shapes-grpo")
-
-
-def fake_run(folder):
-    (folder / "samples").mkdir(parents=True)
-    (folder / "config.yaml").write_text(CONFIG)
-    (folder / "summary.json").write_text(json.dumps(SUMMARY))
-    write_rows(folder, rows())
-    index = {"prompts": PROMPTS, "steps": [0, 20, 40], "columns": 4}
-    (folder / "samples" / "index.json").write_text(json.dumps(index))
-    for step, skill in ((0, 0.2), (20, 0.6), (40, 1.0)):
-        grid(skill, step).save(folder / "samples" / f"step-{step:06}.png")
-    return folder
 
 
 def page_of(folder):
@@ -130,7 +56,7 @@ def test_the_parts_come_in_order_and_the_charts_too(folder):
     assert page.index("Held-out strict went") < page.index('class="tiles"') < page.index("Curves")
 
 
-def test_the_page_needs_nothing_but_itself(folder):
+def test_the_page_needs_nothing_but_itself(folder, drawn):
     page = page_of(folder)
     sources = re.findall(r'(?:src|href)="(.{12})', page)
     assert len(sources) == 10 + 2 * len(PROMPTS)
@@ -151,7 +77,7 @@ def test_the_tiles_show_the_figures_of_the_summary(folder):
     tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', page_of(folder))
     assert tiles == [
         ("0.312", "strict before"), ("0.688", "strict after"), ("+0.375", "change"),
-        ("12:34", "time (min:s)"), ("40", "steps"), ("1,234,567", "network evaluations"),
+        ("12:34", "time (min:s)"), ("40", "steps"), ("1.23 M", "network evaluations"),
         ("5,120", "reward calls"), ("7", "seed"),
     ]  # fmt: skip
 
@@ -190,8 +116,8 @@ def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
     for step in (0, 20, 40):
         grid(1.0, step, side=512).save(folder / "samples" / f"step-{step:06}.png")
     page = page_of(folder)
-    shown = re.search(r"image/jpeg;base64,([^\"]*)", page)
-    assert Image.open(io.BytesIO(base64.b64decode(shown[1]))).size == (320, 320)
+    shown = re.findall(r"image/jpeg;base64,([^\"]*)", page)
+    assert Image.open(io.BytesIO(base64.b64decode(shown[0]))).size == (320, 320)
     assert 'class="cards"' in page
 
 
@@ -247,7 +173,7 @@ def test_without_a_summary_the_evaluations_tell_before_and_after(folder):
     (folder / "summary.json").unlink()
     page = page_of(folder)
     assert (
-        "Held-out strict went from 0.285 to 0.619 (+0.334) over 40 steps; the run is still" in page
+        "Held-out strict went from 0.285 to 0.603 (+0.318) over 40 steps; the run is still" in page
     )
     assert "seed" not in re.sub(r'src="data:[^"]*"', "", page)
 
@@ -268,16 +194,16 @@ def test_without_an_evaluation_the_verdict_is_about_training(folder):
     page = page_of(folder)
     assert "Training reward went from 0.500 to 18.500 (means of the first and last 2 steps)" in page
     assert captions(page) == ["Training reward"]
-    assert "Held-out values" not in page
+    assert "<h2>Held-out values" not in page
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 3])
-def test_a_run_of_few_steps_shows_every_chart(folder, num_steps):
+def test_a_run_of_few_steps_shows_every_chart(folder, drawn, num_steps):
     write_rows(folder, rows(num_steps))
     assert len(captions(page_of(folder))) == 10
 
 
-def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder):
+def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder, drawn):
     made = rows()
     for row in made:
         row["kl"] = None
@@ -314,7 +240,7 @@ def test_one_grid_is_shown_alone(folder):
     assert page.count("data:image/png") == len(PROMPTS)
 
 
-def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder):
+def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder, drawn):
     before = {path.name for path in folder.iterdir()}
     first = page_of(folder)
     assert page_of(folder) == first

@@ -1,0 +1,54 @@
+# Every target works on a fresh clone: it makes .venv first, and again when pyproject.toml changes.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+STAMP := .venv/.stamp
+
+# With tiny models on few cores, more threads per process only get in each other's way.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench venv
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-6s %s\n", $$1, $$2 }'
+
+demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
+	$(BIN)/flowalign demo
+
+test: lint ## lint, unit tests, then the end-to-end runs
+	$(BIN)/pytest
+	$(BIN)/pytest -m 'slow and not gpu'
+
+lint: $(STAMP) ## ruff, pyright and the import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+bench: $(STAMP) ## time the stages of a step against bare network evaluations
+	$(BIN)/flowalign bench configs/shapes.yaml
+
+venv: $(STAMP) ## make .venv with everything for development
+
+# A .venv that works is kept and brought up to date. uv does not read pip's configuration, so folders
+# of wheels that it names are handed on; pip itself takes over where uv is not to be had.
+$(STAMP): pyproject.toml
+	@qualifies='import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))'; \
+	if $(BIN)/python -c "$$qualifies" 2>/dev/null; then exit 0; fi; \
+	for python in python3.12 python3.11 python3 python; do \
+	  if "$$python" -c "$$qualifies" 2>/dev/null; then \
+	    echo "making .venv with $$($$python --version)"; \
+	    rm -rf .venv && exec "$$python" -m venv .venv; \
+	  fi; \
+	done; \
+	echo "flowalign needs Python 3.11 or 3.12: none of python3.12, python3.11, python3 is that" >&2; \
+	exit 1
+	@links=$$($(BIN)/pip config get global.find-links 2>/dev/null | xargs | tr ' ' ','); \
+	if [ -n "$$links" ]; then export UV_FIND_LINKS="$$links"; fi; \
+	$(BIN)/pip install --quiet --disable-pip-version-check uv && \
+	$(BIN)/uv pip install --python $(BIN)/python -e '.[dev]' || { \
+	  echo "uv did not do it; installing with pip" >&2; \
+	  $(BIN)/pip install --disable-pip-version-check -e '.[dev]'; \
+	}
+	@touch $@

@@ -1,0 +1,15 @@
+"""Where files that come with the package lie."""
+
+import os
+from pathlib import Path
+
+
+def bundled(path: str) -> str:
+    """The path where it exists; else, for `assets/...` and `configs/...`, the package's copy."""
+    if os.path.exists(path) or not path.startswith(("assets/", "configs/")):
+        return path
+    here = Path(__file__).parent
+    for root in (here / "bundled", here.parent):
+        if (root / path).exists():
+            return str(root / path)
+    return path

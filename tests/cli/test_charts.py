@@ -1,0 +1,59 @@
+"""What the charts of the report show."""
+
+import base64
+import re
+
+import pytest
+
+from flowalign import charts, report
+from tests.cli.fake_run import rows
+
+
+def drawing_of(title, made):
+    """The SVG of one chart; its letters are outlines, and a comment beside them holds the text."""
+    (panel,) = (panel for panel in charts.panels(report.collect(made)) if panel.title == title)
+    return base64.b64decode(charts.chart(panel).partition("base64,")[2]).decode()
+
+
+@pytest.mark.parametrize(
+    ("title", "words"),
+    [
+        ("Training reward", {"colour", "strict", "weighted", "mean of a step"}),
+        ("Held-out strict", {"seen", "unseen", "all", "score"}),
+        ("Ratio of new to old policy", {"mean", "± std", "ratio - 1"}),
+        ("Clipped transitions", {"above", "below", "share"}),
+        ("Time of a step", {"sampling", "reward", "update", "seconds"}),
+    ],
+)
+def test_a_chart_names_its_axes_and_its_lines(title, words):
+    assert words | {"step"} <= set(re.findall("<!-- (.*?) -->", drawing_of(title, rows())))
+
+
+def test_a_chart_of_one_line_needs_no_legend():
+    assert "legend" not in drawing_of("KL to the reference", rows())
+    assert "legend" in drawing_of("Clipped transitions", rows())
+
+
+def num_points(drawing):
+    return len(re.findall(r'<use [^>]*style="fill: #0072b2', drawing))
+
+
+@pytest.mark.parametrize("title", ["KL to the reference", "Training reward", "Gradient norm"])
+def test_a_single_measurement_is_drawn_as_a_point_and_many_are_not(title):
+    assert num_points(drawing_of(title, rows(1))) >= 1
+    assert num_points(drawing_of(title, rows(40))) == 0
+
+
+def test_the_spread_of_a_single_ratio_is_a_bar_and_of_many_a_band():
+    title = "Ratio of new to old policy"
+    kinds = [
+        set(re.findall('id="(LineC|FillB|PolyC)', drawing_of(title, rows(n)))) for n in (1, 40)
+    ]
+    assert kinds[0] == {"LineC"}
+    assert "LineC" not in kinds[1]
+    assert kinds[1]
+
+
+def test_every_evaluated_step_is_a_point():
+    """The first of two lines: steps 0, 10, 20, 30 and 39, and its entry in the legend."""
+    assert num_points(drawing_of("Held-out colour", rows())) == 6
