@@ -25,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if rest and args.verb not in ("train", "eval", "sample", "check", "bench"):
         build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
     args.overrides = rest
-    if getattr(args, "processes", 1) > 1 and "RANK" not in os.environ:
-        relaunch(args.processes, argv if argv is not None else sys.argv[1:])
+    processes = getattr(args, "processes", None) or 1
+    if processes > 1 and args.verb != "demo" and "RANK" not in os.environ:
+        relaunch(processes, argv if argv is not None else sys.argv[1:])
     from flowalign import commands
 
     sys.exit(commands.run(args))
@@ -51,9 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     train = verb("train", "Train as a run file says.")
     train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT",
                        help="go on from the newest checkpoint, or from this one")  # fmt: skip
-    train.add_argument(
-        "--overwrite", action="store_true", help="delete an earlier run in output_dir"
-    )
+    train.add_argument("--overwrite", action="store_true", help="delete an earlier run there")
     _processes(train)
     demo = verb("demo", "Align the embedded text-to-image model on the CPU.", config=False)
     demo.add_argument("--seed", type=int, default=0)

@@ -20,20 +20,23 @@ OnFailure = Literal["raise", "warn"]
 
 
 class Checks:
-    """The gates of one run: before the first update, after the first, and after the second."""
+    """The gates of one run: before its first update, and after two that were not skipped."""
 
     def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure):
         self.algorithm, self.learner, self.on_failure = algorithm, learner, on_failure
         self.start = dict(learner.snapshot())
+        self.replayed = False
         self.seen = 0
+        self.made = learner.num_updates - learner.num_skipped
         self.found: dict[str, float] = {}
         self.notes = learner.notes
 
     def before_update(self, batches: Iterable[Minibatch]) -> None:
         """Before the run's first update: the ratio of every stored transition must be 1."""
-        if self.seen:
+        if self.replayed:
             return
         drift = replay_drift(self.learner.policy, batches)
+        self.replayed = bool(drift)
         for k, deviation in drift.items():
             self.found[f"check/ratio_drift_{k}"] = deviation
         worst = max(drift, key=lambda k: drift[k], default=None)
@@ -54,14 +57,14 @@ class Checks:
             )
 
     def after_update(self, batches: Iterable[Minibatch]) -> None:
-        """After the first two updates: weights moved, KL has a gradient, ranks agree."""
-        self.seen += 1
-        if self.seen > 2:
+        """After the first two steps with an update: weights moved, KL pulls, ranks agree."""
+        made = self.learner.num_updates - self.learner.num_skipped
+        if self.seen == 2 or made == self.made:
             return
-        if self.learner.num_skipped < self.learner.num_updates:
-            self._moved()
-            if self.algorithm.needs_reference:
-                self._kl_gradient(next(iter(batches), None))
+        self.seen, self.made = self.seen + 1, made
+        self._moved()
+        if self.algorithm.needs_reference:
+            self._kl_gradient(next(iter(batches), None))
         spread = self.learner.processes.spread(self.learner.parameters)
         self.found["check/rank_spread"] = spread
         if spread != 0:

@@ -61,7 +61,8 @@ class Random(Window):
             raise ValueError(
                 f"random window draws its start from [{self.low}, {high}), which is empty"
             )
-        _inside(high - 1, high - 1 + self.size, num_steps)
+        for start in (self.low, high - 1):
+            _inside(start, start + self.size, num_steps)
         start = int(torch.randint(self.low, high, (), generator=generator))
         return _inside(start, start + self.size, num_steps)
 
@@ -98,6 +99,10 @@ class Sliding(Window):
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """The window of this iteration."""
+        if self.every < 1 or self.stride < 1:
+            raise ValueError(
+                f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
+            )
         _inside(0, self.size, num_steps)
         start = min(self.stride * (iteration // self.every), num_steps - self.size)
         return _inside(start, start + self.size, num_steps)

@@ -57,17 +57,25 @@ def parse(prompt: str) -> Scene:
     for relation in RELATIONS:
         first, found, second = prompt.partition(f" {relation} ")
         if found:
-            return Scene(_phrase(first, prompt) + _phrase(second, prompt), relation)
-    return Scene(_phrase(prompt, prompt))
+            return Scene(_phrase(first, prompt, ("a",)) + _phrase(second, prompt, ("a",)), relation)
+    return Scene(_phrase(prompt, prompt, tuple(COUNTS)))
 
 
-def _phrase(phrase: str, prompt: str) -> tuple[tuple[str, str], ...]:
-    count, colour, shape = (*phrase.split(), "", "", "")[:3]
-    shape = shape.removesuffix("s")
-    if count not in COUNTS or colour not in COLOURS or shape not in SHAPES:
+def _phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    words = phrase.split()
+    count, colour, noun = words if len(words) == 3 else ("", "", "")
+    shape = noun if count == "a" else noun.removesuffix("s")
+    plural = noun != shape
+    if (
+        count not in counts
+        or colour not in COLOURS
+        or shape not in SHAPES
+        or plural != (count != "a")
+    ):
         raise ValueError(
             f"{prompt!r} is no prompt of the shapes world: expected {'|'.join(COUNTS)} "
-            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, alone or joined by {'|'.join(RELATIONS)}"
+            f"{'|'.join(COLOURS)} {'|'.join(SHAPES)}, or two with 'a' joined by "
+            f"{'|'.join(RELATIONS)}"
         )
     return ((colour, shape),) * COUNTS[count]
 

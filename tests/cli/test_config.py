@@ -1,12 +1,12 @@
-"""Whatever a person gets wrong is answered in a few lines that name it, before any weight is read."""
+"""What a person gets wrong is answered in a few lines that name it, before weights are read."""
 
 import copy
 import json
-import os
 import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,10 +25,10 @@ WINDOW = "flowalign.windows."
 
 @pytest.fixture
 def written(tmp_path):
-    """Writes the demo's run file with one value changed: `a/b` is key b of a; a callable edits it all."""
+    """Writes the demo's run file with one value changed: `a/b` is key b of a."""
 
     def write(path: str | None = None, value=None, remove: bool = False) -> str:
-        content = yaml.safe_load(open(SHAPES).read())
+        content = yaml.safe_load(Path(SHAPES).read_text())
         if path is not None:
             *parents, last = path.split("/")
             place = content
@@ -92,7 +92,10 @@ WRONG_VALUES = {
     "trackers": (["tensorbord"], "trackers", "tensorbord", "tensorboard"),
     "policy/class_path": ("pipelines.sd3.SD4", "SD4", "did you mean SD3"),
     "rewards/0/class_path": ("reward_models.shapes.ShapeVerifier", "did you mean ShapesVerifier"),
-    SAMPLING + "kernel/class_path": ("flowalign.functional.transition.FlowSD", "did you mean FlowSDE"),
+    SAMPLING + "kernel/class_path": (
+        "flowalign.functional.transition.FlowSD",
+        "did you mean FlowSDE",
+    ),
     SURROGATE + "class_path": ("flowalign.windows.Fixed", "flowalign.windows.Fixed", "Surrogate"),
     "reward_weights": ({"stict": 1.0, "colour": 1.0}, "stict", "strict"),
     "rewards": ([], "rewards is empty"),
@@ -132,14 +135,27 @@ def test_a_weight_that_is_no_number_is_refused(written):
 
 
 WINDOWS = {
-    "fixed beyond the end": ({"class_path": WINDOW + "Fixed", "init_args": {"start": 2, "stop": 9}}, "[2, 9)"),
-    "fixed and empty": ({"class_path": WINDOW + "Fixed", "init_args": {"start": 3, "stop": 3}}, "[3, 3)"),
-    "random beyond the end": (
-        {"class_path": WINDOW + "Random", "init_args": {"size": 3, "low": 0, "high": 7}}, "[6, 9)"
+    "fixed beyond the end": (
+        {"class_path": WINDOW + "Fixed", "init_args": {"start": 2, "stop": 9}},
+        "[2, 9)",
     ),
-    "sliding wider than all": ({"class_path": WINDOW + "Sliding", "init_args": {"size": 9}}, "[0, 9)"),
-    "subset of nothing": ({"class_path": WINDOW + "RandomSubset", "init_args": {"share": 0.1}}, "0.1"),
-}  # fmt: skip
+    "fixed and empty": (
+        {"class_path": WINDOW + "Fixed", "init_args": {"start": 3, "stop": 3}},
+        "[3, 3)",
+    ),
+    "random beyond the end": (
+        {"class_path": WINDOW + "Random", "init_args": {"size": 3, "low": 0, "high": 7}},
+        "[6, 9)",
+    ),
+    "sliding wider than all": (
+        {"class_path": WINDOW + "Sliding", "init_args": {"size": 9}},
+        "[0, 9)",
+    ),
+    "subset of nothing": (
+        {"class_path": WINDOW + "RandomSubset", "init_args": {"share": 0.1}},
+        "0.1",
+    ),
+}
 
 
 @pytest.mark.parametrize(("window", "named"), WINDOWS.values(), ids=WINDOWS)
@@ -201,7 +217,11 @@ def test_fp16_on_the_cpu_is_refused():
 
 
 def test_three_forms_of_override_mean_the_same(written):
-    forms = [["--recipe.sampling.eta", "0.25"], ["--recipe.sampling.eta=0.25"], ["recipe.sampling.eta=0.25"]]
+    forms = [
+        ["--recipe.sampling.eta", "0.25"],
+        ["--recipe.sampling.eta=0.25"],
+        ["recipe.sampling.eta=0.25"],
+    ]
     assert [load(SHAPES, form)[0].recipe.sampling.eta for form in forms] == [0.25] * 3
     assert load(SHAPES)[0].recipe.sampling.eta != 0.25
 
@@ -230,7 +250,14 @@ def test_a_wrong_override_is_refused_and_never_taken_for_an_abbreviation(overrid
 
 
 def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
-    overrides = ["--recipe.sampling.eta=0.25", "--policy.lora.rank=5", "--ema", "null", "--seed", "3"]
+    overrides = [
+        "--recipe.sampling.eta=0.25",
+        "--policy.lora.rank=5",
+        "--ema",
+        "null",
+        "--seed",
+        "3",
+    ]
     run, text = load(SHAPES, overrides)
     file = tmp_path / "resolved.yaml"
     file.write_text(text)
@@ -280,10 +307,10 @@ def unloadable(monkeypatch):
 def test_mistakes_end_in_exit_code_2_before_weights_are_read(
     capsys, monkeypatch, tmp_path, verb, overrides, said
 ):
-    monkeypatch.setattr(
-        "diffusers.SD3Transformer2DModel.load_config", _no_network, raising=True
+    monkeypatch.setattr("diffusers.SD3Transformer2DModel.load_config", _no_network, raising=True)
+    code, message = exit_code(
+        capsys, verb, SHAPES, "--output_dir", str(tmp_path / "run"), *overrides
     )
-    code, message = exit_code(capsys, verb, SHAPES, "--output_dir", str(tmp_path / "run"), *overrides)
     assert code == 2
     assert said in message
     assert not (tmp_path / "run").exists()
@@ -322,8 +349,12 @@ def test_nothing_to_resume_and_a_directory_in_use_are_refused(capsys, tmp_path):
 
 
 @pytest.mark.usefixtures("unloadable")
-def test_a_folder_that_cannot_be_written_is_a_message_and_no_traceback(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(SD3, "load", lambda self, device: (_ for _ in ()).throw(PermissionError(13, "no")))
+def test_a_folder_that_cannot_be_written_is_a_message_and_no_traceback(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        SD3, "load", lambda self, device: (_ for _ in ()).throw(PermissionError(13, "no"))
+    )
     code, message = exit_code(capsys, "train", SHAPES, "--output_dir", str(tmp_path / "run"))
     assert code == 1
     assert "no" in message
@@ -383,4 +414,4 @@ def test_doctor_lists_versions(capsys):
 def test_sizes_are_json_in_the_embedded_model():
     """The plan reads these files only, so they must say what it needs."""
     for part in ("transformer/config", "vae/config", "scheduler/scheduler_config"):
-        assert json.loads(open(os.path.join("assets/shapes/sd3", part + ".json")).read())
+        assert json.loads(Path("assets/shapes/sd3", part + ".json").read_text())

@@ -1,4 +1,4 @@
-"""What every policy must satisfy, for Stable Diffusion 3: it is the official pipeline, and saves what that loads."""
+"""What every policy must satisfy, for SD3: it is the official pipeline, and saves for it."""
 
 import dataclasses
 import json
@@ -118,7 +118,9 @@ def test_generate_makes_the_pictures_of_the_pipeline_one_seed_each():
     latents = generate(policy, prompts, 3, seeds, micro_batch=2)
     again = [generator(3, "picture", i) for i in range(3)]
     x = torch.cat([policy.noise(1, g) for g in again])
-    torch.testing.assert_close(latents, official(policy, prompts, x, 3, "latent"), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        latents, official(policy, prompts, x, 3, "latent"), atol=1e-4, rtol=1e-4
+    )
 
 
 def _velocity(module, policy, cond, x):
@@ -183,7 +185,7 @@ def test_weights_of_something_else_are_refused_in_a_few_lines(tmp_path, foreign)
     other.save_weights(str(tmp_path))
     policy = new_sd3()
     before = {n: p.clone() for n, p in policy.denoiser.state_dict().items()}
-    with pytest.raises(ValueError, match="another model or adapter|does not exist") as caught:
+    with pytest.raises(ValueError, match=r"another model or adapter|does not exist") as caught:
         policy.load_weights(str(tmp_path))
     assert len(str(caught.value).splitlines()) <= 5
     assert str(tmp_path) in str(caught.value)
@@ -277,7 +279,9 @@ def test_velocities_are_float32_and_gradients_reach_the_adapter_only(precision):
     velocity.square().mean().backward()
     for name, p in policy.denoiser.named_parameters():
         assert p.requires_grad == ("lora_" in name)
-        assert p.dtype == (torch.float32 if p.requires_grad or precision == "fp32" else torch.bfloat16)
+        assert p.dtype == (
+            torch.float32 if p.requires_grad or precision == "fp32" else torch.bfloat16
+        )
     grads = [p.grad for p in policy.denoiser.parameters() if p.grad is not None]
     assert all(g.isfinite().all() for g in grads)
     assert sum(float(g.abs().sum()) for g in grads) > 0

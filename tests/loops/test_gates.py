@@ -10,9 +10,10 @@ from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
 from flowalign.algorithms.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.learner import TrainingFailure
+from flowalign.rewards import Rewards
 from flowalign.types import PolicyLoss
 from tests.embedded import new_sd3
-from tests.pixel import PixelPolicy
+from tests.pixel import PixelPolicy, Redness
 from tests.training import new_learner, new_recipe, new_rewards, train
 
 SURROGATES = [PPOClip(0.2), RatioNorm(0.2), LogHinge(0.2), DivergenceMask(0.2)]
@@ -138,6 +139,41 @@ def test_a_single_idle_layer_of_a_moving_kind_is_no_alarm():
     assert metrics[1]["check/moved_share"] == 0.5
 
 
+class LateStart(GRPO):
+    """The first updates overflow, as those of a loss scale that is still looking for its size."""
+
+    calls = 0
+
+    def loss(self, policy, reference, batch):
+        self.calls += 1
+        loss, stats = super().loss(policy, reference, batch)
+        return loss * (torch.inf if self.calls in (1, 2, 3, 7, 8, 9) else 1.0), stats
+
+
+def test_skipped_updates_are_no_alarm_and_postpone_the_check():
+    """The first layer has a gradient only once the last has moved: at the second real update."""
+    metrics = train(new_recipe(algorithm=LateStart(PPOClip(0.2))), new_learner(), steps=5)
+    assert [m["optim/skipped"] for m in metrics] == [1, 1, 2, 2, 2]
+    shares = [m.get("check/moved_share") for m in metrics]
+    assert shares == [None, 0.5, None, 1.0, None]
+
+
+def test_a_first_step_without_a_usable_reward_postpones_the_replay_check():
+    class LateReward(Redness):
+        calls = 0
+
+        def score(self, batch):
+            self.calls += 1
+            self.fail_on = "" if self.calls == 1 else "\0"
+            return super().score(batch)
+
+    rewards = Rewards([LateReward()], {"redness": 1.0}, "drop_sample")
+    cfg = new_recipe(on_failed_reward="drop_sample")
+    metrics = train(cfg, new_learner(), rewards, steps=2)
+    assert metrics[0]["transitions"] == 0
+    assert ["check/ratio_drift_0" in m for m in metrics] == [False, True]
+
+
 def test_ranks_with_different_weights_are_found(monkeypatch):
     monkeypatch.setattr("flowalign.distributed.Processes.spread", lambda self, parameters: 0.5)
     with pytest.raises(
@@ -160,7 +196,7 @@ def test_warn_records_notes_and_goes_on():
         patch.setattr(gates, "Checks", Watched)
         metrics = train(cfg, learner, steps=3)
     assert len(metrics) == 3
-    assert made[0].notes[0].startswith("before any update the ratio of denoising step 1")
+    assert made[0].notes[1].startswith("before any update the ratio of denoising step 1")
     assert sum("KL term has no gradient" in n for n in made[0].notes) == 2
 
 

@@ -1,0 +1,272 @@
+"""Sampling: what was drawn can be replayed exactly, and belongs to its prompt alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from flowalign.algorithms.grpo import GRPO
+from flowalign.algorithms.surrogates import PPOClip
+from flowalign.costs import Costs
+from flowalign.functional.transition import (
+    CPS,
+    DDIM,
+    DanceSDE,
+    FlowSDE,
+    Precise,
+    log_density,
+    transition,
+)
+from flowalign.online import judge, minibatches, rollout
+from flowalign.rollout import Sampling, finish, generate, sample, take, velocity
+from flowalign.seeds import generator
+from flowalign.windows import AllButLast, Fixed
+from tests.embedded import move, new_sd3
+from tests.pixel import PixelPolicy
+from tests.training import PROMPTS, new_learner, new_recipe, new_rewards, train
+
+KERNELS = [FlowSDE(), DanceSDE(), CPS(), CPS("gaussian"), Precise(), DDIM()]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+THREE = ["a", "ccc", "bb"]
+
+
+def seeds(count, purpose="noise"):
+    return [generator(7, purpose, i) for i in range(count)]
+
+
+def pixel_policy():
+    """Away from its start, where the velocity is x plus a constant and input mistakes hide."""
+    policy = PixelPolicy(seed=3)
+    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)
+    return policy
+
+
+@pytest.fixture(scope="module")
+def sd3():
+    policy = new_sd3()
+    move(policy, 0.02)
+    return policy
+
+
+def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
+    steps = cfg.window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
+    return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep_means)
+
+
+def replayed(policy, trajectory, kernel, k, micro_batch):
+    """log-densities of step k from stored states only, through the same chunks."""
+    x, x_next = trajectory.states[:, k].float(), trajectory.states[:, k + 1].float()
+    rows = torch.arange(len(x)) // trajectory.group_size
+    with torch.no_grad():
+        v = velocity(policy, x, trajectory.sigmas[k], trajectory.cond, rows, micro_batch)
+    current = transition(kernel, x, v, trajectory.sigmas, k, trajectory.eta[:, k])
+    return log_density(kernel, x_next, current)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
+@pytest.mark.parametrize("which", ["pixel", "embedded"])
+def test_replay_reproduces_every_stored_log_probability_exactly(which, kernel, dtype, request):
+    policy = pixel_policy() if which == "pixel" else request.getfixturevalue("sd3")
+    cfg = Sampling(
+        num_steps=4, samples_per_prompt=3, kernel=kernel, state_dtype=dtype, eta=0.6, micro_batch=5
+    )
+    trajectory = draw(policy, cfg)
+    assert trajectory.states.dtype == DTYPES[dtype]
+    assert (trajectory.logp[:, :3] != 0).all()
+    for k in range(3):
+        assert torch.equal(replayed(policy, trajectory, kernel, k, 5), trajectory.logp[:, k])
+        other = replayed(policy, trajectory, kernel, k + 1 if k < 2 else k - 1, 5)
+        assert not torch.allclose(other, trajectory.logp[:, k])
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
+def test_a_minibatch_holds_what_replays_its_transitions(kernel):
+    """Through the loop's own `minibatches`, whose chunks differ from those of sampling."""
+    learner = new_learner(pixel_policy())
+    cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    judged, _ = judge(cfg, learner, new_rewards(), trajectory)
+    seen = 0
+    for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
+        current = batch.transition(learner.policy)
+        got = log_density(batch.kernel, batch.x_next.float(), current)
+        torch.testing.assert_close(got, batch.logp_old, atol=1e-5, rtol=1e-5)
+        seen += len(batch.x)
+    assert seen == 12 * 3
+
+
+def test_kept_means_are_the_means_of_the_trained_steps_only():
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=5, samples_per_prompt=2, window=Fixed(1, 3))
+    trajectory = draw(policy, cfg, keep_means=True)
+    assert sorted(trajectory.means) == [1, 2]
+    for k, mean in trajectory.means.items():
+        noise = trajectory.states[:, k + 1] - mean
+        assert 0.01 < noise.abs().mean() < 2
+    assert draw(policy, cfg).means == {}
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
+def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kernel):
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=6, samples_per_prompt=2, kernel=kernel, eta=0.6, window=Fixed(2, 4))
+    trajectory = draw(policy, cfg)
+    rows = torch.arange(6) // 2
+    inside = torch.zeros(6, dtype=torch.bool)
+    inside[[2, 3]] = True
+    assert ((trajectory.eta > 0) == inside).all()
+    assert ((trajectory.logp != 0) == inside).all()
+    for k in range(6):
+        x, s, t = trajectory.states[:, k], trajectory.sigmas[k], trajectory.sigmas[k + 1]
+        with torch.no_grad():
+            euler = x + (t - s) * policy.velocity(x, s, take(trajectory.cond, rows))
+        away = (trajectory.states[:, k + 1] - euler).abs().max()
+        assert (away > 0.05) == bool(inside[k]), k
+        if not inside[k]:
+            torch.testing.assert_close(trajectory.states[:, k + 1], euler, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_shared_initial_noise_is_one_state_per_prompt(shared):
+    kind = "shared" if shared else "independent"
+    cfg = Sampling(num_steps=3, samples_per_prompt=4, initial_noise=kind)
+    states = draw(pixel_policy(), cfg).states.unflatten(0, (3, 4))
+    first, later = states[:, :, 0], states[:, :, 1]
+    assert torch.equal(first, first[:, :1].expand_as(first)) == shared
+    assert len(first.flatten(0, 1).unique(dim=0)) == (3 if shared else 12)
+    assert len(later.flatten(0, 1).unique(dim=0)) == 12
+
+
+@pytest.mark.parametrize("noise", ["independent", "shared"])
+def test_what_a_prompt_draws_does_not_depend_on_who_is_sampled_with_it(noise):
+    """Three prompts at once, or one and two as on two processes, or in smaller network calls."""
+    policy, group = pixel_policy(), 4
+    cfg = Sampling(num_steps=4, samples_per_prompt=group, initial_noise=noise)
+    together = draw(policy, cfg)
+    for part in (slice(0, 1), slice(1, 3)):
+        alone = sample(policy, THREE[part], cfg, (0, 1, 2), seeds(3)[part])
+        rows = slice(part.start * group, part.stop * group)
+        torch.testing.assert_close(alone.states, together.states[rows], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(alone.logp, together.logp[rows], atol=1e-5, rtol=1e-5)
+    small = draw(policy, dataclasses.replace(cfg, micro_batch=5))
+    torch.testing.assert_close(small.states, together.states, atol=1e-6, rtol=1e-6)
+
+
+def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=3, samples_per_prompt=2, window=AllButLast())
+    trajectory = draw(policy, cfg)
+    assert trajectory.prompts == ["a", "a", "ccc", "ccc", "bb", "bb"]
+    assert trajectory.cond["length"].flatten().tolist() == [1, 3, 2]
+    x, s, t = trajectory.states[:, 2], trajectory.sigmas[2], trajectory.sigmas[3]
+    lengths = torch.tensor([1.0, 1.0, 3.0, 3.0, 2.0, 2.0])[:, None]
+    with torch.no_grad():
+        last = x + (t - s) * policy.velocity(x, s, {"length": lengths})
+    torch.testing.assert_close(trajectory.states[:, 3], last)
+
+
+def test_another_step_of_the_loop_draws_other_noise():
+    learner, cfg = new_learner(), new_recipe()
+    a, b = (rollout(cfg, learner, THREE, 0, step).states for step in (0, 1))
+    assert (a[:, 0] - b[:, 0]).abs().min() > 0
+    assert torch.equal(rollout(cfg, learner, THREE, 0, 0).states, a)
+    assert not torch.equal(rollout(cfg, learner, THREE, 1, 0).states, a)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
+def test_generate_is_a_rollout_without_a_window(kernel):
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=5, samples_per_prompt=1, kernel=kernel)
+    trajectory = draw(policy, cfg, steps=())
+    assert trajectory.eta.abs().max() == 0
+    latents = generate(policy, THREE, 5, seeds(3), micro_batch=2)
+    torch.testing.assert_close(latents, trajectory.states[:, -1], atol=1e-5, rtol=1e-5)
+
+
+def test_generate_orders_its_prompts_as_asked_and_repeats_what_is_repeated():
+    policy = pixel_policy()
+    prompts = ["ccc", "a", "ccc"]
+    got = generate(policy, prompts, 3, seeds(3), micro_batch=64)
+    alone = torch.cat(
+        [
+            generate(policy, [p], 3, [s], micro_batch=1)
+            for p, s in zip(prompts, seeds(3), strict=True)
+        ]
+    )
+    torch.testing.assert_close(got, alone, atol=1e-6, rtol=1e-6)
+
+
+def test_finishing_follows_the_ode_from_any_state():
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=4, samples_per_prompt=2)
+    trajectory = draw(policy, cfg, steps=())
+    for k in (0, 2, 4):
+        torch.testing.assert_close(
+            finish(policy, trajectory, k, 3), trajectory.states[:, 4], atol=1e-5, rtol=1e-5
+        )
+    noisy = draw(policy, cfg)
+    assert torch.equal(finish(policy, noisy, 4, 3), noisy.states[:, 4])
+    x, s = noisy.states[:, 3], noisy.sigmas
+    with torch.no_grad():
+        v = policy.velocity(x, s[3], take(noisy.cond, torch.arange(6) // 2))
+    torch.testing.assert_close(finish(policy, noisy, 3, 3), x + (s[4] - s[3]) * v)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_steps", 0), ("samples_per_prompt", 0), ("micro_batch", 0), ("eta", 0.0), ("eta", -0.5)],
+)
+def test_a_setting_that_cannot_sample_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"sampling.{field} is {value}"):
+        Sampling(**{field: value})
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_network_evaluations_are_those_worked_out_by_hand(kl):
+    """3 prompts x 4 samples: 12 x 5 sampled, 12 x 2 x 3 trained, as many for the reference.
+
+    A loop that has just begun adds its checks: 12 x 2 to replay the transitions, and for a KL one
+    micro-batch of 4 with its reference.
+    """
+    cfg = new_recipe(
+        {"num_steps": 5, "window": Fixed(1, 3)},
+        epochs_per_step=3,
+        updates_per_step=2,
+        micro_batch=4,
+        algorithm=GRPO(PPOClip(0.2), kl_coef=kl),
+    )
+    costs = Costs()
+    policy = PixelPolicy()
+    costs.watch(policy.denoiser)
+    learner = new_learner(policy)
+    rewards = new_rewards()
+    rewards.costs = costs
+    train(cfg, learner, rewards, steps=1)
+    reference = 12 * 2 * 3 + 4 if kl else 0
+    assert costs.sampling_evaluations == 12 * 5 + 12 * 2 + reference
+    assert costs.training_evaluations == 12 * 2 * 3 + (4 if kl else 0)
+    assert costs.network_evaluations == costs.sampling_evaluations + costs.training_evaluations
+    assert (costs.decodes, costs.reward_calls) == (12, 12)
+
+
+def test_guidance_costs_two_evaluations_a_sample():
+    costs = []
+    for guidance in (1.0, 3.0):
+        policy = new_sd3(guidance=guidance)
+        spent = Costs()
+        spent.watch(policy.denoiser)
+        draw(policy, Sampling(num_steps=3, samples_per_prompt=2, micro_batch=4))
+        costs.append(spent.sampling_evaluations)
+    assert costs == [6 * 3, 6 * 3 * 2]
+
+
+def test_uncounted_work_leaves_no_trace():
+    policy, costs = pixel_policy(), Costs(decodes=3)
+    costs.watch(policy.denoiser)
+    with costs.uncounted():
+        generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
+        costs.decodes += 9
+    assert costs == Costs(decodes=3)
+    generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
+    assert costs == Costs(decodes=3, sampling_evaluations=10)

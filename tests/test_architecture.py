@@ -1,0 +1,63 @@
+"""Budgets that keep the code base readable. Raise one only in a commit that says why."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("flowalign", "pipelines", "reward_models")
+FILES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
+MAX_FILE, MAX_FUNCTION, MAX_METHODS, MAX_PARAMETERS = 300, 45, 16, 8
+
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _parameters(node: FUNCTIONS) -> int:
+    """All but self and cls."""
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def _lines(node: FUNCTIONS) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def over_budget(source: str) -> list[str]:
+    """What is too large, by name."""
+    found = []
+    if (lines := len(source.splitlines())) > MAX_FILE:
+        found.append(f"file: {lines} lines")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, FUNCTIONS):
+            if _lines(node) > MAX_FUNCTION:
+                found.append(f"{node.name}: {_lines(node)} lines")
+            if _parameters(node) > MAX_PARAMETERS:
+                found.append(f"{node.name}: {_parameters(node)} parameters")
+        if isinstance(node, ast.ClassDef):
+            methods = sum(isinstance(n, FUNCTIONS) for n in node.body)
+            if methods > MAX_METHODS:
+                found.append(f"{node.name}: {methods} methods")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_functions_and_classes_stay_within_their_budgets(path):
+    assert over_budget(path.read_text()) == []
+
+
+def test_every_package_is_measured():
+    assert {p.relative_to(ROOT).parts[0] for p in FILES} == set(PACKAGES)
+    assert len(FILES) > 20
+
+
+def test_the_measure_finds_what_is_too_large():
+    names = ", ".join(f"p{i}" for i in range(9))
+    long = "def long():\n" + "    x = 1\n" * 45
+    wide = f"def wide(self, {names}): ...\n"
+    crowd = "class Crowd:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(13))
+    assert over_budget(long + wide + crowd) == [
+        "long: 46 lines", "wide: 9 parameters", "Crowd: 13 methods",
+    ]  # fmt: skip
+    assert over_budget("x = 1\n" * 301) == ["file: 301 lines"]
+    assert over_budget("def fine(self, a, b, c, d, e, f, g, h): ...\n") == []
