@@ -66,6 +66,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             "step": step,
             "num_updates": learner.num_updates,
             "num_skipped": learner.num_skipped,
+            "skipped_in_a_row": learner.skipped_in_a_row,
         }
         counters["ema_updates"] = learner.ema.num_updates if learner.ema else 0
         counters["scaler"] = learner.scaler.state_dict()
@@ -75,8 +76,10 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()
         }
         (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
+        if final.exists():  # saved before: keep the old one until the new one has its name
+            os.replace(final, aside.with_suffix(".old"))
         os.replace(aside, final)
+        shutil.rmtree(aside.with_suffix(".old"), ignore_errors=True)
     except BaseException as error:
         shutil.rmtree(aside, ignore_errors=True)
         if isinstance(error, SafetensorError):  # how safetensors reports a full disk
@@ -170,4 +173,5 @@ def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, 
     groups = learner.optimizer.state_dict()["param_groups"]
     learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
     learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
-    learner.num_updates, learner.num_skipped = loop["num_updates"], loop["num_skipped"]
+    for name in ("num_updates", "num_skipped", "skipped_in_a_row"):
+        setattr(learner, name, loop[name])

@@ -16,13 +16,14 @@ from torch import Tensor
 
 from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
+from flowalign.completion import Completion, asked_states, complete
 from flowalign.credit.outcome import Outcome
 from flowalign.data import Prompts
 from flowalign.functional.advantage import Combine, Scale, advantages, zero_spread_share
 from flowalign.functional.weight import StepWeight, step_weights
 from flowalign.learner import Learner
 from flowalign.rewards import OnFailure, Rewards, StateValues, surviving
-from flowalign.rollout import Sampling, finish, sample, take
+from flowalign.rollout import Sampling, sample, take
 from flowalign.seeds import generator
 from flowalign.types import CreditEstimator, Minibatch, PolicyLoss, StepCredit, Trajectory
 
@@ -33,6 +34,8 @@ class Online:
 
     sampling: Sampling
     credit: CreditEstimator = field(default_factory=Outcome)
+    completion: Completion = field(default_factory=Completion)
+    """How intermediate states are finished when the credit method asks for their values."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     prompts_per_step: int = 8
     """P over all processes together."""
@@ -128,6 +131,9 @@ def rollout(
         window,
         [generator(seed, "noise", step, i) for i in mine],
         keep_means=cfg.algorithm.needs_mean_old,
+        keep_velocities=asked_states(
+            cfg.credit, cfg.sampling.kernel, cfg.sampling.num_steps, window
+        ),
     )
 
 
@@ -137,7 +143,9 @@ def judge(
     """Value the states that the credit method asks for, and compare transitions over all ranks."""
     values = StateValues(
         learner.policy, rewards, trajectory,
-        finish=lambda k: finish(learner.policy, trajectory, k, cfg.sampling.micro_batch),
+        finish=lambda ks: complete(
+            learner.policy, trajectory, ks, cfg.completion, cfg.sampling.micro_batch
+        ),
         micro_batch=cfg.sampling.micro_batch,
     )  # fmt: skip
     earned = cfg.credit(trajectory, values)
@@ -163,7 +171,7 @@ def judge(
         everyone=gathered.mask,
         first=first,
     )
-    final = learner.processes.gather(values.output(trajectory.num_steps).values)
+    final = learner.processes.gather(values([trajectory.num_steps])[:, 0])
     return batch, _reward_metrics(rewards, final, gathered, advantage)
 
 

@@ -1,5 +1,6 @@
 """What a run will do and cost, worked out before any weight is read."""
 
+from flowalign.completion import asked_states, num_evaluations
 from flowalign.config import Run
 from flowalign.rollout import DTYPES
 from flowalign.seeds import generator
@@ -18,19 +19,28 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
             f"fewer than the {world} processes"
         )
     per_velocity = run.policy.evaluations_per_velocity
-    sampled = samples * sampling.num_steps * per_velocity
-    trained = samples * len(window) * per_velocity * run.recipe.epochs_per_step
-    reference = trained if run.recipe.algorithm.needs_reference else 0
+    states = asked_states(run.recipe.credit, sampling.kernel, sampling.num_steps, window)
+    finishing = num_evaluations(states, sampling.num_steps, run.recipe.completion)
+    evaluations = {
+        "sampling": samples * sampling.num_steps * per_velocity,
+        "completing": samples * finishing * per_velocity,
+        "training": samples * len(window) * per_velocity * run.recipe.epochs_per_step,
+    }
+    if run.recipe.algorithm.needs_reference:
+        evaluations["reference"] = evaluations["training"]
+    scored = samples * len({*states, sampling.num_steps})
     updates = run.recipe.updates_per_step * run.recipe.epochs_per_step
     return {
         "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts "
         f"x {sampling.samples_per_prompt}",
         "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained "
         f"{list(window)}",
-        "network evaluations per step": f"{sampled} sampling + {trained} training"
-        + (f" + {reference} reference" if reference else ""),
-        "decodes per step": f"{samples} (more if the credit method values intermediate states)",
-        "reward calls per step": f"{samples * len(run.rewards)}",
+        "network evaluations per step": " + ".join(
+            f"{count} {name}" for name, count in evaluations.items() if count
+        ),
+        "values of states": f"{list(states)}",
+        "decodes per step": f"{scored}",
+        "reward calls per step": f"{scored * len(run.rewards)}",
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         "samples in the whole run": f"{samples * run.num_steps}",
         "denoiser parameters": f"{model.parameters:,}",

@@ -76,7 +76,7 @@ class StateValues:
         policy: Policy,
         rewards: Rewards,
         trajectory: Trajectory,
-        finish: Callable[[int], Tensor],
+        finish: Callable[[Sequence[int]], Mapping[int, Tensor]],
         micro_batch: int,
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
@@ -85,17 +85,18 @@ class StateValues:
 
     def __call__(self, ks: Sequence[int]) -> Float[Tensor, "B K R"]:
         """Rewards of states ks after finishing each by ODE; NaN where a reward failed."""
-        return torch.stack([self.output(k).values for k in ks], 1)
+        return torch.stack([output.values for output in self.outputs(ks)], 1)
 
-    def output(self, k: int) -> RewardOutput:
-        """Rewards of state k with validity and reasons."""
-        if k not in self.known:
-            media = [self.policy.decode(x).cpu() for x in self.finish(k).split(self.micro_batch)]
+    def outputs(self, ks: Sequence[int]) -> list[RewardOutput]:
+        """Rewards with validity and reasons; what is not known yet is finished in one go."""
+        missing = sorted(set(ks) - self.known.keys())
+        for k, latents in self.finish(missing).items():
+            media = [self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)]
             batch = MediaBatch(torch.cat(media), self.trajectory.prompts)
             self.rewards.costs.decodes += len(batch.prompts)
             self.known[k] = self.rewards.score(batch)
             self._check(k)
-        return self.known[k]
+        return [self.known[k] for k in ks]
 
     def _check(self, k: int) -> None:
         usable = self.rewards.usable(self.known[k].valid)

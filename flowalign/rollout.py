@@ -1,6 +1,6 @@
 """Sampling: the only denoising loop in the code base."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,7 @@ def sample(
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
     keep_means: bool = False,
+    keep_velocities: Collection[int] = (),
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
@@ -64,9 +65,11 @@ def sample(
     eta = _etas(cfg, steps, x.device)
     store = DTYPES[cfg.state_dtype]
     x = x.to(store).float()
-    states, logps, means = [x.to(store)], [], {}
+    states, logps, means, velocities = [x.to(store)], [], {}, {}
     for k in range(cfg.num_steps):
         v = velocity(policy, x, sigmas[k], cond, row, cfg.micro_batch)
+        if k in keep_velocities:
+            velocities[k] = v
         distribution = transition(cfg.kernel, x, v, sigmas, k, eta[k].expand(len(x)))
         x, logp = distribution.mean, torch.zeros(len(x), device=x.device)
         if k in steps:
@@ -86,6 +89,7 @@ def sample(
         prompts=[prompt for prompt in prompts for _ in range(group)],
         group_size=group,
         means=means,
+        velocities=velocities,
     )
 
 
@@ -106,17 +110,6 @@ def generate(
     for k in range(num_steps):
         v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
         x = x + (sigmas[k + 1] - sigmas[k]) * v
-    return x
-
-
-@torch.no_grad()
-def finish(policy: VelocityField, trajectory: Trajectory, k: int, micro_batch: int) -> Tensor:
-    """Follow the ODE from state k to data."""
-    x, sigmas = trajectory.states[:, k].float(), trajectory.sigmas
-    row = torch.arange(len(x), device=x.device) // trajectory.group_size
-    for j in range(k, trajectory.num_steps):
-        v = velocity(policy, x, sigmas[j], trajectory.cond, row, micro_batch)
-        x = x + (sigmas[j + 1] - sigmas[j]) * v
     return x
 
 

@@ -148,8 +148,9 @@ def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> No
 
 def _resume(session: Session, resume: Path) -> int:
     loop = checkpoint.restore(resume, session.learner)
-    for name, value in loop["costs"].items():
-        setattr(session.costs, name, value)
+    if session.processes.is_main:  # the checkpoint holds the sum over processes
+        for name, value in loop["costs"].items():
+            setattr(session.costs, name, value)
     session.seconds_before = loop["seconds"]
     session.before = loop["before"]
     session.started = time.perf_counter()
@@ -185,11 +186,12 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
 
 def _save(session: Session, done: int, first_save: bool) -> None:
     """Write, re-read and compare a checkpoint; drop old ones."""
+    spent = _spent(session)
     if not session.processes.is_main:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
-    loop = {"costs": asdict(session.costs), "seconds": session.seconds, "before": session.before}
+    loop = {"costs": asdict(spent), "seconds": session.seconds, "before": session.before}
     try:
         folder = checkpoint.save(root, done, session.learner, session.config, loop)
     except OSError as error:
@@ -216,32 +218,24 @@ def _summary(
         items = {k.removeprefix("eval/"): v for k, v in (metrics or {}).items()}
         return {k: v if math.isfinite(v) else None for k, v in items.items()}
 
-    costs = session.costs
-    counts = torch.tensor(
-        [
-            [
-                costs.sampling_evaluations,
-                costs.training_evaluations,
-                costs.decodes,
-                costs.reward_calls,
-            ]
-        ]
-    )
-    sampling, training, decodes, calls = session.processes.gather(counts).sum(0).tolist()
+    spent = _spent(session)
     return {
         "status": status,
         "before": plain(session.before),
         "after": plain(after),
         "seconds": round(seconds, 2),
         "steps": done,
-        "network_evaluations": sampling + training,
-        "sampling_evaluations": sampling,
-        "training_evaluations": training,
-        "decodes": decodes,
-        "reward_calls": calls,
+        "network_evaluations": spent.network_evaluations,
+        **asdict(spent),
         "seed": session.run.seed,
         "processes": session.processes.world,
     }
+
+
+def _spent(session: Session) -> Costs:
+    """The costs of all processes together."""
+    mine = torch.tensor([list(asdict(session.costs).values())])
+    return Costs(*session.processes.gather(mine).sum(0).tolist())
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -47,6 +47,8 @@ class Trajectory:
     group_size: int
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step, where a loss asked for them."""
+    velocities: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
+    """Velocities of the rollout by state, where completions start with them."""
 
     @property
     def num_steps(self) -> int:

@@ -7,6 +7,7 @@ import torch
 
 from flowalign.algorithms.grpo import GRPO
 from flowalign.algorithms.surrogates import PPOClip
+from flowalign.completion import Completion, complete
 from flowalign.costs import Costs
 from flowalign.functional.transition import (
     CPS,
@@ -18,7 +19,7 @@ from flowalign.functional.transition import (
     transition,
 )
 from flowalign.online import judge, minibatches, rollout
-from flowalign.rollout import Sampling, finish, generate, sample, take, velocity
+from flowalign.rollout import Sampling, generate, sample, take, velocity
 from flowalign.seeds import generator
 from flowalign.windows import AllButLast, Fixed
 from tests.embedded import move, new_sd3
@@ -203,14 +204,19 @@ def test_finishing_follows_the_ode_from_any_state():
     trajectory = draw(policy, cfg, steps=())
     for k in (0, 2, 4):
         torch.testing.assert_close(
-            finish(policy, trajectory, k, 3), trajectory.states[:, 4], atol=1e-5, rtol=1e-5
+            complete(policy, trajectory, [k], Completion(), 3)[k],
+            trajectory.states[:, 4],
+            atol=1e-5,
+            rtol=1e-5,
         )
     noisy = draw(policy, cfg)
-    assert torch.equal(finish(policy, noisy, 4, 3), noisy.states[:, 4])
+    assert torch.equal(complete(policy, noisy, [4], Completion(), 3)[4], noisy.states[:, 4])
     x, s = noisy.states[:, 3], noisy.sigmas
     with torch.no_grad():
         v = policy.velocity(x, s[3], take(noisy.cond, torch.arange(6) // 2))
-    torch.testing.assert_close(finish(policy, noisy, 3, 3), x + (s[4] - s[3]) * v)
+    torch.testing.assert_close(
+        complete(policy, noisy, [3], Completion(), 3)[3], x + (s[4] - s[3]) * v
+    )
 
 
 @pytest.mark.parametrize(
