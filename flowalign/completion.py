@@ -1,4 +1,4 @@
-"""Finishing intermediate states by ODE, all of them together: what makes step-level credit affordable."""
+"""Finishing intermediate states by ODE, all together: what makes step-level credit affordable."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -17,8 +17,8 @@ class Completion:
     """Over which points of the sampler's own schedule an intermediate state is finished."""
 
     max_steps: int | None = None
-    """None: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step prediction of the data. m: about
-    evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
+    """None: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step prediction of the data.
+    m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
     stride: int = 1
     """Take every stride-th remaining point; the granularity of G2RPO."""
 
@@ -26,7 +26,8 @@ class Completion:
         """Refuse completions of no step."""
         if self.stride < 1 or (self.max_steps is not None and self.max_steps < 1):
             raise ValueError(
-                f"completion with max_steps {self.max_steps}, stride {self.stride}: both need at least 1"
+                f"completion with max_steps {self.max_steps}, stride {self.stride}: "
+                "both need at least 1"
             )
 
     def path(self, k: int, num_steps: int) -> list[int]:

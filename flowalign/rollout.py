@@ -55,14 +55,12 @@ def sample(
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
-    Each prompt has its own generator, so what is drawn does not depend on how prompts are spread
-    over processes.
+    Each prompt has its own generator: how prompts are spread over processes changes no draw.
     """
     cond, group = policy.encode(prompts), cfg.samples_per_prompt
     x = torch.cat([_initial(policy, cfg, generator) for generator in generators])
     row = torch.arange(len(x), device=x.device) // group
-    sigmas = policy.schedule(cfg.num_steps)
-    eta = _etas(cfg, steps, x.device)
+    sigmas, eta = policy.schedule(cfg.num_steps), _etas(cfg, steps, x.device)
     store = DTYPES[cfg.state_dtype]
     x = x.to(store).float()
     states, logps, means, velocities = [x.to(store)], [], {}, {}
@@ -71,14 +69,13 @@ def sample(
         if k in keep_velocities:
             velocities[k] = v
         distribution = transition(cfg.kernel, x, v, sigmas, k, eta[k].expand(len(x)))
-        x, logp = distribution.mean, torch.zeros(len(x), device=x.device)
-        if k in steps:
-            x = sample_next(distribution, _noise(x, generators)).to(store).float()
-            logp = log_density(cfg.kernel, x, distribution)
-            if keep_means:
-                means[k] = distribution.mean
+        noisy = sample_next(distribution, _noise(x, generators)) if k in steps else None
+        x = (distribution.mean if noisy is None else noisy).to(store).float()
+        logp = log_density(cfg.kernel, x, distribution)
+        logps.append(torch.zeros_like(logp) if noisy is None else logp)
+        if keep_means and k in steps:
+            means[k] = distribution.mean
         states.append(x.to(store))
-        logps.append(logp)
     return Trajectory(
         logp=torch.stack(logps, 1),
         states=torch.stack(states, 1),

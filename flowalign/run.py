@@ -179,7 +179,7 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
     if tracker:
         save_grid(session.folder, done, result)
-        tracker.log(max(done - 1, 0), result.metrics | {"eval/after_steps": done})
+        tracker.log(max(done - 1, 0), result.metrics | {"evaluated_after": done})
     session.started += time.perf_counter() - start
     return result.metrics
 

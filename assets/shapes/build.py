@@ -10,6 +10,7 @@ latents. The prompts of the *unseen* split never occur.
 
 import argparse
 import copy
+import json
 import random
 import time
 from itertools import pairwise
@@ -254,6 +255,10 @@ def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
     pipe.save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o644)
+    for file in folder.rglob("config.json"):  # where a part was read from is nobody's business
+        config = json.loads(file.read_text())
+        config.pop("_name_or_path", None)
+        file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:

@@ -1,0 +1,34 @@
+"""What estimators along a chain share: its stochastic steps, and credit laid out over all steps."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.credit.groups import per_prompt_and_step
+from flowalign.types import StepCredit, Trajectory
+
+
+def stochastic_steps(trajectory: Trajectory) -> list[int]:
+    """The trained steps of a trajectory, increasing.
+
+    ODE steps need no value of their own: state k + 1 after step k has the value of the next
+    stochastic state, or the outcome, because the rollout itself finished it up to there. Valued at
+    [*steps, T], a chain therefore misses nothing.
+    """
+    stochastic = trajectory.eta > 0
+    if (stochastic != stochastic[:1]).any():
+        raise ValueError(
+            "credit along a chain needs the same stochastic steps in every sample; "
+            "these trajectories branch"
+        )
+    return stochastic[0].nonzero().flatten().tolist()
+
+
+def step_credit(
+    trajectory: Trajectory, steps: Sequence[int], earned: Float[Tensor, "B n R"]
+) -> StepCredit:
+    """Credit of the given steps; the others earn 0 and are not trained."""
+    value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
+    value[:, list(steps)] = earned
+    return StepCredit(value, per_prompt_and_step(trajectory), (trajectory.eta > 0).cpu())

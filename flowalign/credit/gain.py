@@ -1,0 +1,44 @@
+"""Credit by value: what a step added to the picture that the ODE would make of its state.
+
+Source: DenseGRPO, arXiv:2601.20218v2. Its noise calibration is a matter of sampling, not of credit.
+"""
+
+from dataclasses import dataclass
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.credit.chain import step_credit, stochastic_steps
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+
+
+def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
+    """V_{k+1} - V_k. The gains of a trajectory sum to its last value minus its first."""
+    return values.diff(dim=1)
+
+
+@dataclass(frozen=True)
+class Gain(CreditEstimator):
+    """Each stochastic step earns its gain; compared per step, or with advantage_scale joint.
+
+    Source: DenseGRPO compares per step; Stepwise-Flow-GRPO, arXiv:2603.28718, over all steps of a
+    prompt at once.
+    """
+
+    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+        """Value the state before each stochastic step, and the outcome."""
+        steps = stochastic_steps(trajectory)
+        return step_credit(trajectory, steps, gains(values([*steps, trajectory.num_steps])))
+
+
+@dataclass(frozen=True)
+class NextValue(CreditEstimator):
+    """Each stochastic step earns V_{k+1}, the value of the state that it reached.
+
+    Source: DenseGRPO's ablation "Dense Reward (Baseline)".
+    """
+
+    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+        """Value the state before each stochastic step but the first, and the outcome."""
+        steps = stochastic_steps(trajectory)
+        return step_credit(trajectory, steps, values([*steps[1:], trajectory.num_steps]))

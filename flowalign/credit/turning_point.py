@@ -1,0 +1,107 @@
+"""Turning-point credit: gains, and long-term credit for the steps that turn a trajectory around.
+
+Source: TP-GRPO, arXiv:2602.06422v1; code of YunzeTong/TurningPoint-GRPO.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.credit.chain import step_credit, stochastic_steps
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+
+Constraint = Literal["consistent", "none"]
+
+
+def turning_points(
+    values: Float[Tensor, "B S R"],
+    constraint: Constraint = "consistent",
+    first_step: bool = True,
+    dead_zone: float = 0.0,
+) -> Float[Tensor, "B S-1 R"]:
+    """1 where a step turns, 0 or less where not, NaN where a value that decides it is missing.
+
+    Step k turns if gain_{k-1} goes against the overall gain V_T - V_0 and gain_k goes with it
+    (Def. 4.1, constraint none) and the gain after it, V_T - V_{k+1}, has the sign of gain_k
+    (Def. 5.1, consistent: the last step never turns). The first step has no step before it and
+    turns if its gain has the sign of what follows, or, without constraint, of the overall gain.
+    Changes of at most `dead_zone`, the noise of the reward, have sign 0 and turn nothing.
+    """
+    gain = _trend(values.diff(dim=1), dead_zone)
+    overall = _trend(values[:, -1:] - values[:, :1], dead_zone)
+    later = _trend(values[:, -1:] - values[:, 1:], dead_zone)
+    turns = torch.minimum(-gain[:, :-1] * overall, gain[:, 1:] * overall)
+    first = gain[:, :1] * overall
+    if constraint == "consistent":
+        turns = torch.minimum(turns, gain[:, 1:] * later[:, 1:])
+        first = gain[:, :1] * later[:, :1]
+    return torch.cat([first if first_step else torch.zeros_like(first), turns], dim=1)
+
+
+def balanced(
+    turning: Float[Tensor, "B n R"], values: Float[Tensor, "B S R"], group_size: int
+) -> Float[Tensor, "B n R"]:
+    """As many turning points in rising as in falling trajectories of a group, the others set to 0.
+
+    Those of the largest |V_T - V_0| stay; ties go to the earlier sample, then the earlier step. A
+    group that has only one kind keeps all. The reference balances a micro-batch of mixed prompts.
+    """
+    overall = (values[:, -1:] - values[:, :1]).expand_as(turning)
+    size = overall.reshape(-1, group_size * turning.shape[1], turning.shape[2])
+    turns = (turning > 0).view_as(size)
+    kinds = turns & (size > 0), turns & (size < 0)
+    limit = torch.minimum(*(kind.sum(1, keepdim=True) for kind in kinds))
+    kept = turns & (limit == 0)
+    for kind in kinds:
+        largest = size.abs().masked_fill(~kind, -1.0).argsort(dim=1, descending=True, stable=True)
+        kept |= kind & (largest.argsort(1) < limit)
+    return turning.masked_fill((turns & ~kept).view_as(turning), 0.0)
+
+
+def turning_point_credit(
+    values: Float[Tensor, "B S R"], turning: Float[Tensor, "B S-1 R"]
+) -> Float[Tensor, "B S-1 R"]:
+    """V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where that is undecided."""
+    remaining = values[:, -1:] - values[:, :-1]
+    earned = torch.where(turning > 0, remaining, values.diff(dim=1))
+    return earned.masked_fill(turning.isnan(), torch.nan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurningPoint(CreditEstimator):
+    """Each step earns its gain, and a step that turns the trend all that is gained from it on.
+
+    V_0 is the value of the trajectory's own initial state; the reference starts its ODE from other
+    noise, which compares unrelated pictures. Reward dimensions turn independently.
+    """
+
+    constraint: Constraint = "consistent"
+    """Def. 5.1 of the paper, or none: Def. 4.1."""
+    first_step: bool = True
+    """Whether the first step may turn."""
+    balance: bool = True
+    """Keep as many turning points of rising as of falling trajectories in each prompt's group."""
+    dead_zone: float = 0.0
+    """Changes of value up to this size have no sign. 0 suits rewards without noise."""
+
+    def __post_init__(self) -> None:
+        """Refuse a dead zone that is none."""
+        if not self.dead_zone >= 0:
+            raise ValueError(f"credit.dead_zone is {self.dead_zone}; it must be at least 0")
+
+    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+        """Value the state before each stochastic step, and the outcome."""
+        steps = stochastic_steps(trajectory)
+        v = values([*steps, trajectory.num_steps])
+        turning = turning_points(v, self.constraint, self.first_step, self.dead_zone)
+        if self.balance:
+            turning = balanced(turning, v, trajectory.group_size)
+        return step_credit(trajectory, steps, turning_point_credit(v, turning))
+
+
+def _trend(change: Tensor, dead_zone: float) -> Tensor:
+    sign = change.sign().masked_fill(change.abs() <= dead_zone, 0.0)
+    return sign.masked_fill(change.isnan(), torch.nan)  # torch.sign(nan) is 0
