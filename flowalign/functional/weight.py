@@ -8,7 +8,9 @@ from torch import Tensor
 
 from flowalign.functional.transition import Kernel, mean_sensitivity
 
-StepWeight = Literal["uniform", "std", "dt", "inverse_dt", "inverse_sensitivity", "proportional"]
+StepWeight = Literal[
+    "uniform", "std", "dt", "sigma", "inverse_dt", "inverse_sensitivity", "proportional"
+]
 
 
 def step_weights(
@@ -21,7 +23,8 @@ def step_weights(
     """Factor on the loss of each step; 0 where the step is not trained.
 
     uniform: 1. std: std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight) and
-    dt: its length, both with mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard,
+    dt: its length, both with mean 1 over trained steps, as is sigma (SuperFlow, arXiv:2512.17951v2,
+    known from secondary sources). inverse_dt: 1 / length (GRPO-Guard,
     arXiv:2510.22319v1). inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional:
     makes the gradient of each step proportional to its length and keeps the sum of the native
     weights |d mean / d v| / std (PCPO, arXiv:2509.25774).
@@ -39,6 +42,7 @@ def step_weights(
         "uniform": torch.ones_like(dt),
         "std": std / std[trained].mean(),
         "dt": dt / dt[trained].mean(),
+        "sigma": sigmas[:-1] / sigmas[:-1][trained].mean(),
         "inverse_dt": 1 / dt,
         "inverse_sensitivity": 1 / kappa.abs(),
         "proportional": native[trained].sum() / dt[trained].sum() * dt / native,

@@ -63,11 +63,11 @@ def test_the_credit_method_of_the_readme_trains(tmp_path, write_module):
     recipe = {
         "prompts_per_step": 2,
         "sampling": {"num_steps": 4, "samples_per_prompt": 5},
-        "credit": {"class_path": "my_credit.Gain"},
+        "credit": {"class_path": "my_credit.Merit"},
         "algorithm": {"class_path": "flowalign.algorithms.grpo.GRPO"},
     }
     summary = train_pixels(tmp_path, {"recipe": recipe})
-    assert summary["reward_calls"] == 2 * 10 * 5  # five states of ten samples, in two steps
+    assert summary["reward_calls"] == 2 * 10 * 4  # four states of ten samples, in two steps
 
 
 def test_the_reward_of_the_readme_trains(tmp_path, write_module):

@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from flowalign.credit.discounted import Discounted, discounted_sums
 from flowalign.credit.gain import gains
-from flowalign.credit.redistribute import step_shares
 from flowalign.credit.turning_point import (
     TurningPoint,
     balanced,
@@ -327,7 +326,7 @@ def test_advantages_of_the_reference_compare_step_rewards_per_prompt_and_step():
         assert_close(got, golden["advantages_global_std"][:, k], rtol=1e-6, atol=1e-12)
 
 
-# Discounted and redistributed ---------------------------------------------------------------------
+# Discounted ---------------------------------------------------------------------
 
 
 def test_discounted_sums_by_hand():
@@ -350,20 +349,3 @@ def test_discounted_sums_are_a_value_and_the_discounted_rest(values, gamma):
 def test_a_discount_that_is_none_is_refused(gamma):
     with pytest.raises(ValueError, match="gamma"):
         Discounted(gamma)
-
-
-def test_step_shares_by_hand():
-    sigmas = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
-    assert step_shares("uniform", sigmas, [0, 2]).tolist() == [1, 1]
-    assert_close(step_shares("sigma", sigmas, [1, 2]), torch.tensor([0.9, 0.6]) / 0.75)
-    assert_close(step_shares("dt", sigmas, [0, 2]), torch.tensor([0.1, 0.4]) / 0.25)
-
-
-@quick
-@given(seed=st.integers(0, 10**6), kind=st.sampled_from(["uniform", "sigma", "dt"]))
-def test_step_shares_have_mean_one(seed, kind):
-    draw = torch.rand(9, generator=torch.Generator().manual_seed(seed))
-    sigmas = torch.cat([torch.ones(1), draw.sort(descending=True)[0], torch.zeros(1)])
-    shares = step_shares(kind, sigmas, [1, 2, 5, 8])
-    assert_close(shares.mean(), torch.ones(()))
-    assert (shares > 0).all()

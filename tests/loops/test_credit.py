@@ -10,7 +10,6 @@ from flowalign.costs import Costs
 from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
-from flowalign.credit.redistribute import Redistribute
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.online import judge, rollout
 from flowalign.rewards import RewardFailure
@@ -21,7 +20,7 @@ from tests.training import flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False), Discounted(0.8)]
-EVERY = [*DENSE, Redistribute()]
+EVERY = [*DENSE, Outcome()]
 
 
 def moving_learner():
@@ -93,7 +92,6 @@ def trained(batch):
         (NextValue(), [2, 3, 6]),
         (TurningPoint(), [1, 2, 3, 6]),
         (Discounted(0.9), [2, 3, 6]),
-        (Redistribute(), [6]),
         (Outcome(), [6]),
     ],
     ids=lambda x: type(x).__name__,
@@ -151,16 +149,6 @@ def test_joint_compares_a_gain_with_all_gains_of_its_prompt():
     assert batch.advantage.view(3, 4, 5).mean(1).abs().max() > 0.05  # steps differ from each other
 
 
-def test_shares_reach_the_advantage_where_no_spread_divides_them_out():
-    cfg, learner, trajectory = setting(Redistribute("sigma"), advantage_scale="none")
-    batch, _ = judge(cfg, learner, new_rewards(), trajectory)
-    shares = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.0]) / 0.7
-    assert_close(batch.advantage, batch.advantage[:, :1] * 0.7 * shares)
-    flat_cfg, *_ = setting(Outcome(), advantage_scale="none")
-    outcome, _ = judge(flat_cfg, learner, new_rewards(), trajectory)
-    assert_close(batch.advantage[:, :4].mean(1), outcome.advantage[:, 0])
-
-
 def test_credit_along_a_chain_refuses_samples_with_different_stochastic_steps():
     _, _, trajectory = setting(Gain())
     eta = trajectory.eta.clone()
@@ -180,7 +168,7 @@ MISSING = [
     (TurningPoint(), 0, {0, 1, 2, 3}),
     (TurningPoint(balance=False, first_step=False), 5, {1, 2, 3}),
     (Discounted(0.5), 2, {0, 1}),
-    (Redistribute(), 5, {0, 1, 2, 3}),
+    (Outcome(), 5, {0, 1, 2, 3}),
 ]
 
 
@@ -249,15 +237,13 @@ def test_turning_points_cost_what_was_worked_out_by_hand():
     assert spent(TurningPoint(), Fixed(0, 4), 6) == (6 + (6 + 5 + 4 + 3) - 4, 5, 5)
 
 
-@pytest.mark.parametrize("credit", [Outcome(), Redistribute()], ids=lambda c: type(c).__name__)
-def test_credit_by_outcome_costs_nothing_beyond_the_rollout(credit):
-    assert spent(credit, AllButLast(), 6) == (6, 1, 1)
+def test_credit_by_outcome_costs_nothing_beyond_the_rollout():
+    assert spent(Outcome(), AllButLast(), 6) == (6, 1, 1)
 
 
 @pytest.mark.parametrize("credit", EVERY, ids=str)
 def test_every_credit_method_raises_a_reward_that_can_be_learned(credit):
-    scale = "none" if isinstance(credit, Redistribute) else "group"
-    cfg = new_recipe({"samples_per_prompt": 8}, credit=credit, advantage_scale=scale)
+    cfg = new_recipe({"samples_per_prompt": 8}, credit=credit)
     metrics = train(cfg, new_learner(), steps=40)
     early, late = (
         sum(m["reward/redness"] for m in part) / 3 for part in (metrics[:3], metrics[-3:])

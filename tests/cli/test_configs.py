@@ -1,0 +1,33 @@
+"""The run files that come with the package."""
+
+from pathlib import Path
+
+import pytest
+
+from flowalign.config import load
+from flowalign.plan import plan
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
+    _, text = load(str(path))
+    again = tmp_path / "resolved.yaml"
+    again.write_text(text)
+    assert load(str(again))[1] == text
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("shapes")], ids=str)
+def test_run_files_of_the_embedded_model_can_be_planned(path):
+    rows = plan(load(str(path))[0])
+    assert rows["trainable parameters"].endswith("%)")
+
+
+def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
+    run, _ = load(str(CONFIGS[0].parent / "sd35_medium.yaml"))
+    sampling = run.recipe.sampling
+    assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (10, 24, 0.7)
+    assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-4, 0.04)
+    assert (run.policy.lora.rank, run.policy.lora.alpha, run.policy.guidance) == (32, 64, 4.5)
+    assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 40)
