@@ -265,7 +265,7 @@ def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
     assert text_again == text
     assert vars(again.policy) == vars(run.policy)
     sampling = again.recipe.sampling
-    assert (sampling.eta, sampling.window, again.ema, again.seed) == (0.25, Fixed(0, 7), None, 3)
+    assert (sampling.eta, sampling.window, again.ema, again.seed) == (0.25, Fixed(0, 3), None, 3)
     assert vars(again.recipe.algorithm).keys() == vars(run.recipe.algorithm).keys()
     assert again.recipe.algorithm.surrogate == run.recipe.algorithm.surrogate
     assert again.evaluation == run.evaluation
@@ -365,7 +365,7 @@ def test_check_prints_the_plan_without_reading_weights(capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main(["check", SHAPES])
     assert caught.value.code == 0
-    assert "192 = 8 prompts x 24" in capsys.readouterr().out
+    assert "192 = 16 prompts x 12" in capsys.readouterr().out
 
 
 def test_the_plan_counts_by_hand():
