@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "sd3")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--images", type=int, default=30_000)
-    parser.add_argument("--vae-steps", type=int, default=3000)
+    parser.add_argument("--vae-steps", type=int, default=2400)
     parser.add_argument("--vae", type=Path, help="take the autoencoder from this pipeline")
     parser.add_argument("--steps", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=64)
