@@ -67,7 +67,7 @@ def _one_of_two(rank, work, argument, folder):
 
 def _on_two(work, argument, folder):
     mp.start_processes(_one_of_two, (work, argument, str(folder)), nprocs=2, start_method="fork")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 
 def _alone(work, argument):
