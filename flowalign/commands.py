@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,8 +51,10 @@ class UsageError(ValueError):
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' warnings about optional kernels out of the way."""
-    logging.getLogger("xformers").setLevel(logging.ERROR)
+    """Keep libraries' chatter about kernels, retries and symlinks out of the way."""
+    for name in ("xformers", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
