@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
     args.overrides = rest
     processes = getattr(args, "processes", None) or 1
-    if processes > 1 and args.verb != "demo" and "RANK" not in os.environ:
+    if processes > 1 and args.verb in ("train", "eval") and "RANK" not in os.environ:
         relaunch(processes, argv if argv is not None else sys.argv[1:])
     from flowalign import commands
 
@@ -71,7 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
             sub.add_argument("--prompt", action="append", required=True, help="may be repeated")
             sub.add_argument("--out", default="samples.png", help="PNG file to write")
             sub.add_argument("--count", type=int, default=4, help="pictures per prompt")
-        _processes(sub)
+        if name == "eval":
+            _processes(sub)
     _processes(verb("check", "Validate a run file without reading weights, and print its plan."))
     bench = verb("bench", "Time the stages of a step against the bare network evaluations.")
     bench.add_argument("--repeats", type=int, default=3)

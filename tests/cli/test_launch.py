@@ -44,3 +44,8 @@ def test_demo_hands_its_processes_one_directory(monkeypatch, cores, asked, proce
 def test_demo_on_one_core_stays_one_process(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     assert _main(monkeypatch, "demo", "--output_dir", "runs/x") == []
+
+
+def test_check_plans_for_many_processes_in_one(monkeypatch):
+    monkeypatch.setattr(commands, "check", lambda args: args.processes - 8)
+    assert _main(monkeypatch, "check", "configs/shapes.yaml", "--processes", "8") == []
