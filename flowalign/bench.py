@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 
+from flowalign.completion import asked_states, num_evaluations
 from flowalign.config import Run
 from flowalign.costs import Costs
 from flowalign.data import Prompts, read_prompts
@@ -39,6 +40,7 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
         )
         _timed(times["update"], lambda j=judged, i=i: update(run.recipe, learner, j, run.seed, i))
         _timed(times["floor"], lambda t=trajectory: _bare(run, t))
+        learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients teach nothing
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
     samples = run.recipe.prompts_per_step * run.recipe.sampling.samples_per_prompt
     step = sum(result[f"seconds/{name}"] for name in ("sample", "reward", "update"))
@@ -51,7 +53,7 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
 
 
 def _bare(run: Run, trajectory) -> None:
-    """The denoiser alone: every sampling evaluation, then every trained one and its backward."""
+    """The denoiser alone: all evaluations without gradient, then the trained ones with theirs."""
     sampling, policy = run.recipe.sampling, run.policy
     x = trajectory.states[:, 0].float()
     row = torch.arange(len(x), device=x.device) // trajectory.group_size
@@ -62,11 +64,18 @@ def _bare(run: Run, trajectory) -> None:
         for i in range(0, len(x), size)
     ]
     num_sampling = -(-len(x) // sampling.micro_batch)
+    trained = (trajectory.eta[0] > 0).nonzero().flatten().tolist()
+    states = asked_states(run.recipe.credit, sampling.kernel, sampling.num_steps, trained)
+    without_gradient = sampling.num_steps + num_evaluations(
+        states, sampling.num_steps, run.recipe.completion
+    )
+    passes = len(trained) * run.recipe.epochs_per_step
+    without_gradient += passes if run.recipe.algorithm.needs_reference else 0
     with torch.no_grad():
-        for _ in range(sampling.num_steps):
+        for _ in range(without_gradient):
             for part, c in inputs[:num_sampling]:
                 policy.velocity(part, sigma, c)
-    for _ in range(int((trajectory.eta[0] > 0).sum()) * run.recipe.epochs_per_step):
+    for _ in range(passes):
         for part, c in inputs[num_sampling:]:
             policy.velocity(part, sigma, c).mean().backward()
 

@@ -76,16 +76,27 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()
         }
         (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
-        if final.exists():  # saved before: keep the old one until the new one has its name
-            os.replace(final, aside.with_suffix(".old"))
-        os.replace(aside, final)
-        shutil.rmtree(aside.with_suffix(".old"), ignore_errors=True)
-    except BaseException as error:
+        _put_in_place(aside, final)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    finally:
         shutil.rmtree(aside, ignore_errors=True)
-        if isinstance(error, SafetensorError):  # how safetensors reports a full disk
-            raise OSError(str(error)) from error
-        raise
     return final
+
+
+def _put_in_place(aside: Path, final: Path) -> None:
+    """Rename; a checkpoint of the same step stays until the new one has its name."""
+    old = aside.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    try:
+        os.replace(aside, final)
+    except OSError:
+        if old.exists():
+            os.replace(old, final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def restore(folder: Path, learner: Learner) -> dict[str, Any]:

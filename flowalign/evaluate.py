@@ -12,6 +12,7 @@ from torchvision.utils import make_grid, save_image
 
 from flowalign.data import read_prompts
 from flowalign.distributed import Processes
+from flowalign.paths import write_text
 from flowalign.rewards import Rewards
 from flowalign.rollout import generate
 from flowalign.seeds import generator
@@ -110,15 +111,15 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     index = samples / "index.json"
     steps = json.loads(index.read_text())["steps"] if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
-    save_image(make_grid(evaluated.grid, nrow=columns), samples / f"step-{step:06d}.png")
+    partial = samples / ".grid.tmp"
+    save_image(make_grid(evaluated.grid, nrow=columns), partial, format="png")
+    partial.replace(samples / f"step-{step:06d}.png")
     content = {
         "prompts": evaluated.grid_prompts,
         "steps": sorted({*steps, step}),
         "columns": columns,
     }
-    partial = index.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=1))
-    partial.replace(index)
+    write_text(index, json.dumps(content, indent=1))
 
 
 def _means(

@@ -13,3 +13,10 @@ def bundled(path: str) -> str:
         if (root / path).exists():
             return str(root / path)
     return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write aside and rename, so that a reader never finds half a file."""
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(text)
+    partial.replace(path)

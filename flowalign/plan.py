@@ -18,6 +18,10 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
             f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, "
             f"fewer than the {world} processes"
         )
+    if run.evaluation and len(run.evaluation.items()) < world:
+        raise ValueError(
+            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
+        )
     per_velocity = run.policy.evaluations_per_velocity
     states = asked_states(run.recipe.credit, sampling.kernel, sampling.num_steps, window)
     finishing = num_evaluations(states, sampling.num_steps, run.recipe.completion)

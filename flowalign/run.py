@@ -22,6 +22,7 @@ from flowalign.distributed import Processes, join
 from flowalign.evaluate import Evaluated, evaluate, save_grid
 from flowalign.learner import Learner, TrainingFailure
 from flowalign.online import train_online
+from flowalign.paths import write_text
 from flowalign.report import write_report
 from flowalign.rewards import Rewards
 from flowalign.tracking import Tracker
@@ -79,7 +80,7 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
     session = Session(run, config, folder, processes, learner, rewards, costs, say)
     if processes.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(config)
+        write_text(folder / "config.yaml", config)
     session.started = time.perf_counter()
     return session
 
@@ -142,7 +143,7 @@ def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> No
     if tracker is None:
         return
     tracker.close()
-    _write_json(folder / "summary.json", summary)
+    write_text(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
     write_report(folder)
 
 
@@ -236,12 +237,6 @@ def _spent(session: Session) -> Costs:
     """The costs of all processes together."""
     mine = torch.tensor([list(asdict(session.costs).values())])
     return Costs(*session.processes.gather(mine).sum(0).tolist())
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    partial = path.with_suffix(".tmp")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
 
 
 def remove(folder: Path) -> None:

@@ -31,3 +31,10 @@ def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
     assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-4, 0.04)
     assert (run.policy.lora.rank, run.policy.lora.alpha, run.policy.guidance) == (32, 64, 4.5)
     assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 40)
+
+
+def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
+    run, _ = load(str(CONFIGS[0].parent / "shapes.yaml"), ["evaluation.num_prompts=6"])
+    assert plan(run, world=6)
+    with pytest.raises(ValueError, match=r"evaluation\.num_prompts is 6, too few for 7 processes"):
+        plan(run, world=7)

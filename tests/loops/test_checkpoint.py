@@ -382,3 +382,25 @@ def test_ctrl_c_saves_after_the_step_in_progress_and_exits_130(tmp_path):
     newest = checkpoint.latest(folder / "checkpoints")
     assert newest.name == f"step-{summary['steps']:06d}"
     checkpoint.check_complete(newest)
+
+
+def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_the_same_step(tmp_path, monkeypatch):
+    aside, final = tmp_path / ".step-000004.tmp", tmp_path / "step-000004"
+    for folder, text in ((aside, "new"), (final, "old")):
+        folder.mkdir()
+        (folder / "what").write_text(text)
+    rename = os.replace
+
+    def refuse(source, target):
+        if source == aside:
+            raise OSError(errno.EIO, "input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    with pytest.raises(OSError, match="input/output"):
+        checkpoint._put_in_place(aside, final)
+    assert (final / "what").read_text() == "old"
+    monkeypatch.undo()
+    checkpoint._put_in_place(aside, final)
+    assert (final / "what").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]

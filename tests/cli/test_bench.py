@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from flowalign import bench
+from flowalign.config import load
+from flowalign.costs import Costs
+from flowalign.data import Prompts
+from flowalign.online import judge, rollout, update
+from flowalign.rewards import Rewards
+from tests.training import new_learner
+
+DENSE = "flowalign.credit.gain.Gain"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], [f"recipe.credit={DENSE}"], ["recipe.algorithm.kl_coef=0.1", "recipe.epochs_per_step=2"]],
+    ids=["outcome", "dense", "kl"],
+)
+def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
+    small = ["recipe.prompts_per_step=2", "recipe.sampling.samples_per_prompt=3"]
+    run, _ = load("configs/shapes.yaml", [*small, *overrides])
+    run.policy.load(torch.device("cpu"))
+    learner, costs = new_learner(policy=run.policy), Costs()
+    costs.watch(run.policy.denoiser)
+    rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
+    trajectory = rollout(run.recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
+    batch, _ = judge(run.recipe, learner, rewards, trajectory)
+    update(run.recipe, learner, batch, 0, 0)
+    step = (costs.sampling_evaluations, costs.training_evaluations)
+    bench._bare(run, trajectory)
+    floor = (costs.sampling_evaluations - step[0], costs.training_evaluations - step[1])
+    assert floor == step
