@@ -1,19 +1,20 @@
 """How long a step takes, by stage, against its floor: the same network evaluations back to back."""
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
-from flowalign.completion import asked_states, num_evaluations
+from flowalign.completion import take
 from flowalign.config import Run
 from flowalign.costs import Costs
 from flowalign.data import Prompts, read_prompts
 from flowalign.distributed import join
 from flowalign.learner import Learner
 from flowalign.online import judge, rollout, train_online, update
+from flowalign.plan import evaluations
 from flowalign.rewards import Rewards
-from flowalign.rollout import take
 
 
 def measure(run: Run, repeats: int) -> dict[str, float]:
@@ -63,21 +64,25 @@ def _bare(run: Run, trajectory) -> None:
         for size in (sampling.micro_batch, run.recipe.micro_batch)
         for i in range(0, len(x), size)
     ]
+    trained = (trajectory.eta.amax(0) > 0).nonzero().flatten().tolist()
+    cost = evaluations(run.recipe, trained)
     num_sampling = -(-len(x) // sampling.micro_batch)
-    trained = (trajectory.eta[0] > 0).nonzero().flatten().tolist()
-    states = asked_states(run.recipe.credit, sampling.kernel, sampling.num_steps, trained)
-    without_gradient = sampling.num_steps + num_evaluations(
-        states, sampling.num_steps, run.recipe.completion
-    )
-    passes = len(trained) * run.recipe.epochs_per_step
-    without_gradient += passes if run.recipe.algorithm.needs_reference else 0
     with torch.no_grad():
-        for _ in range(without_gradient):
-            for part, c in inputs[:num_sampling]:
-                policy.velocity(part, sigma, c)
-    for _ in range(passes):
-        for part, c in inputs[num_sampling:]:
-            policy.velocity(part, sigma, c).mean().backward()
+        total = cost["sampling"] + cost["completing"] + cost["reference"]
+        for part, c in _full(inputs[:num_sampling], total * run.recipe.prompts_per_step):
+            policy.velocity(part, sigma, c)
+    for part, c in _full(inputs[num_sampling:], cost["training"] * run.recipe.prompts_per_step):
+        policy.velocity(part, sigma, c).mean().backward()
+
+
+def _full(inputs: list, num_samples: int) -> Iterator[tuple]:
+    """Batches of the given inputs, over and over, until that many samples have gone through."""
+    for x, cond in itertools.cycle(inputs):
+        if num_samples <= 0:
+            return
+        n = min(num_samples, len(x))
+        yield x[:n], take(cond, torch.arange(n, device=x.device))
+        num_samples -= n
 
 
 def _timed(into: list[float], work: Callable):

@@ -1,102 +1,119 @@
 """Finishing intermediate states by ODE, all together: what makes step-level credit affordable."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.transition import Kernel
-from flowalign.rollout import velocity
-from flowalign.types import CreditEstimator, Trajectory, VelocityField
+from flowalign.functional.tail import Completion
+from flowalign.types import Cond, CreditEstimator, StepCredit, Trajectory, Values, VelocityField
+
+Tail = tuple[int, Completion]
+"""A state to finish, and how."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Completion:
-    """Over which points of the sampler's own schedule an intermediate state is finished."""
+class Tails:
+    """A wavefront: tails that stand at the same point of the schedule advance in one batch.
 
-    max_steps: int | None = None
-    """None: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step prediction of the data.
-    m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
-    stride: int = 1
-    """Take every stride-th remaining point; the granularity of G2RPO."""
+    A tail of state k has one row per holder of that state. It begins where a walk along the
+    schedule passes k, from the velocity that the walk itself needs there.
+    """
 
-    def __post_init__(self) -> None:
-        """Refuse completions of no step."""
-        if self.stride < 1 or (self.max_steps is not None and self.max_steps < 1):
-            raise ValueError(
-                f"completion with max_steps {self.max_steps}, stride {self.stride}: "
-                "both need at least 1"
-            )
+    def __init__(self, trajectory: Trajectory, finish: Collection[Tail]):
+        self.trajectory = trajectory
+        num_steps = trajectory.num_steps
+        self.ahead = {tail: tail[1].path(tail[0], num_steps) for tail in finish}
+        self.ahead = {tail: path for tail, path in self.ahead.items() if len(path) > 1}
+        self.at: dict[Tail, Tensor] = {}
 
-    def path(self, k: int, num_steps: int) -> list[int]:
-        """Indices of the schedule that a tail from state k visits: k first, num_steps last."""
-        points = [*range(k, num_steps, self.stride), num_steps]
-        hops = len(points) - 1
-        if self.max_steps is None or hops <= self.max_steps:
-            return points
-        return [points[round(i * hops / self.max_steps)] for i in range(self.max_steps + 1)]
+    def step(
+        self,
+        field: VelocityField,
+        k: int,
+        x: Float[Tensor, "n *latent"],
+        rows: Int[Tensor, "n"],
+        micro_batch: int,
+    ) -> Float[Tensor, "n *latent"]:
+        """Velocities of the walkers x of samples `rows` at point k; moves all tails from there."""
+        standing = [tail for tail in self.at if self.ahead[tail][0] == k]
+        samples = torch.cat([rows, *(self.trajectory.holders(tail[0]) for tail in standing)])
+        states = torch.cat([x, *(self.at[tail] for tail in standing)])
+        if not len(states):
+            return x
+        prompt = (samples // self.trajectory.group_size).to(states.device)
+        sigma, cond = self.trajectory.sigmas[k], self.trajectory.cond
+        v = velocity(field, states, sigma, cond, prompt, micro_batch)
+        own, *others = v.split([len(x), *(len(self.at[tail]) for tail in standing)])
+        for tail, part in zip(standing, others, strict=True):
+            self._move(tail, self.at[tail], part)
+        for tail in self.ahead:
+            if tail[0] == k and tail not in self.at:
+                self._move(tail, x, own)
+        return own
+
+    def _move(self, tail: Tail, x: Tensor, v: Tensor) -> None:
+        here, there = self.ahead[tail][:2]
+        self.ahead[tail] = self.ahead[tail][1:]
+        self.at[tail] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
 
 
 @torch.no_grad()
 def complete(
-    field: VelocityField,
-    trajectory: Trajectory,
-    ks: Collection[int],
-    how: Completion,
-    micro_batch: int,
-) -> dict[int, Float[Tensor, "B *latent"]]:
-    """Clean latents that the ODE reaches from each of the states ks.
+    field: VelocityField, trajectory: Trajectory, finish: Collection[Tail], micro_batch: int
+) -> dict[Tail, Float[Tensor, "n *latent"]]:
+    """Clean latents of states after the rollout, one row per holder.
 
-    A wavefront: all tails that stand at sigma_i take their step from there as one batch, so there
-    are at most T - min(ks) sequential calls, however many states. The first step of a tail reuses
-    the rollout's own velocity where the trajectory kept it.
+    For another velocity field than the rollout's: there are at most T sequential calls, and the
+    first velocity of every tail is evaluated too.
     """
-    sigmas, num_steps = trajectory.sigmas, trajectory.num_steps
-    row = (
-        torch.arange(len(trajectory.logp), device=trajectory.states.device) // trajectory.group_size
-    )
-    ahead = {k: how.path(k, num_steps) for k in ks}
-    at = {k: trajectory.states[:, k].float() for k in ks}
-    for i in range(min(ks, default=num_steps), num_steps):
-        here = [k for k, path in ahead.items() if path[0] == i]
-        known = trajectory.velocities.get(i) if i in here else None
-        asked = [k for k in here if k != i or known is None]
-        v = {i: known} if known is not None else {}
-        if asked:
-            x = torch.cat([at[k] for k in asked])
-            new = velocity(
-                field, x, sigmas[i], trajectory.cond, row.repeat(len(asked)), micro_batch
-            )
-            v |= dict(zip(asked, new.split(len(row)), strict=True))
-        for k in here:
-            ahead[k].pop(0)
-            at[k] = at[k] + (sigmas[ahead[k][0]] - sigmas[i]) * v[k]
-    return at
+    tails, nobody = Tails(trajectory, finish), trajectory.states[:0, 0].float()
+    for k in range(trajectory.num_steps):
+        for tail in finish:
+            if tail[0] == k:
+                holders = trajectory.holders(k).to(trajectory.states.device)
+                tails.at[tail] = trajectory.states[holders, k].float()
+        tails.step(field, k, nobody, torch.empty(0, dtype=torch.long), micro_batch)
+    return tails.at
 
 
-def num_evaluations(ks: Collection[int], num_steps: int, how: Completion) -> int:
-    """Network evaluations per sample for completing states ks, first velocities being known."""
-    return sum(len(how.path(k, num_steps)) - 2 for k in ks if k < num_steps)
+def velocity(
+    field: VelocityField,
+    x: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, ""],
+    cond: Cond,
+    row: Int[Tensor, "n"],
+    micro_batch: int,
+) -> Float[Tensor, "n *latent"]:
+    """`field.velocity` in chunks; sample i is conditioned on row[i] of cond."""
+    chunks = zip(x.split(micro_batch), row.split(micro_batch), strict=True)
+    return torch.cat([field.velocity(part, sigma, take(cond, rows)) for part, rows in chunks])
+
+
+def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
+    """The given rows of every conditioning tensor."""
+    return {name: value[rows] for name, value in cond.items()}
 
 
 def asked_states(
-    credit: CreditEstimator, kernel: Kernel, num_steps: int, steps: Sequence[int]
-) -> tuple[int, ...]:
-    """The states whose values a credit method asks for, found out on a trajectory of zeros."""
-    eta = torch.zeros(num_steps)
-    eta[list(steps)] = 1.0
-    nothing = Trajectory(
-        logp=torch.zeros(2, num_steps), states=torch.zeros(2, num_steps + 1, 1),
-        sigmas=torch.linspace(1, 0, num_steps + 1), eta=eta.expand(2, -1), kernel=kernel, cond={},
-        prompts=["", ""], group_size=2,
-    )  # fmt: skip
-    asked: set[int] = set()
+    credit: CreditEstimator, blank: Trajectory, how: Completion
+) -> tuple[StepCredit, tuple[Tail, ...]]:
+    """What a credit method makes of a trajectory of zeros, and what it asks to be valued.
 
-    def values(ks: Sequence[int]) -> Float[Tensor, "B K R"]:
-        asked.update(ks)
-        return torch.zeros(2, len(ks), 1)
+    ValueError where its needs are not met by such a trajectory.
+    """
+    asked: set[Tail] = set()
 
-    credit(nothing, values)
-    return tuple(sorted(asked))
+    class Asked(Values):
+        def __call__(self, ks: Sequence[int], how_these: Completion | None = None) -> Tensor:
+            for k in ks:
+                if not 0 <= k <= blank.num_steps:
+                    raise ValueError(
+                        f"{type(credit).__name__} asks for the value of state {k}; "
+                        f"there are states 0 to {blank.num_steps}"
+                    )
+            asked.update((k, how_these or how) for k in ks)
+            return torch.zeros(len(blank.logp), len(ks), 1)
+
+    earned = credit(blank, Asked())
+    return earned, tuple(sorted(asked, key=lambda tail: (tail[0], str(tail[1]))))

@@ -131,12 +131,15 @@ def _readable(message: str, config: str, parser: ArgumentParser) -> str:
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     where = f"{config}: {'.'.join(keys)}" if keys else config
     hint = _did_you_mean(message, parser)
-    return "\n".join([f"{where}: {wrong[-1] if wrong else lines[0]}", *([hint] if hint else [])])
+    what = wrong[-1] if wrong else lines[0]
+    given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
+    what += "" if given in what else f", not {given}"
+    return "\n".join([f"{where}: {what}", *([hint] if hint else [])])
 
 
 _KEY = re.compile(r'Parser key "([\w.]+)":')
 _NOISE = re.compile(
-    r"Does not validate against any|Subtypes:|Errors:|Expected a <class 'NoneType'>|"
+    r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>|"
     r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$"
 )
 

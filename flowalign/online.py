@@ -8,24 +8,28 @@ trajectory.
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
-from flowalign.completion import Completion, asked_states, complete
+from flowalign.completion import Tail, asked_states, complete
 from flowalign.credit.outcome import Outcome
 from flowalign.data import Prompts
 from flowalign.functional.advantage import Combine, Scale, advantages, zero_spread_share
+from flowalign.functional.tail import Completion
 from flowalign.functional.weight import StepWeight, step_weights
 from flowalign.learner import Learner
+from flowalign.minibatches import Rollout, minibatches, paired, parts
+from flowalign.reference import unguided
 from flowalign.rewards import OnFailure, Rewards, StateValues, surviving
-from flowalign.rollout import Sampling, sample, take
+from flowalign.rollout import Sampling, blank, sample
 from flowalign.seeds import generator
-from flowalign.types import CreditEstimator, Minibatch, PolicyLoss, StepCredit, Trajectory
+from flowalign.types import CreditEstimator, PolicyLoss, StepCredit, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +69,27 @@ class Online:
                 "Use at least 2, or advantage_scale batch"
             )
         for iteration in (0, 10**6):
-            self.sampling.window.steps(self.sampling.num_steps, iteration, torch.Generator())
+            steps = self.sampling.window.steps(
+                self.sampling.num_steps, iteration, torch.Generator()
+            )
+            self.asked(steps)
 
+    def blank(self, steps: Sequence[int]) -> Trajectory:
+        """The samples of one prompt before they are drawn. ValueError if they do not fit."""
+        sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
+        return blank(self.sampling, steps, [""], torch.zeros(1, 1), sigmas)
 
-@dataclass(frozen=True)
-class Rollout:
-    """What one step has sampled on this rank, and what all ranks together have earned."""
-
-    trajectory: Trajectory
-    advantage: Float[Tensor, "B T"]
-    mask: Bool[Tensor, "B T"]
-    weight: Float[Tensor, "T"]
-    everyone: Bool[Tensor, "B_all T"]
-    """The masks of all ranks, in rank order."""
-    first: int
-    """Position of my first sample among everyone's."""
+    def asked(self, steps: Sequence[int]) -> tuple[Tail, ...]:
+        """The states that the credit method values. ValueError if its needs are not met."""
+        earned, asked = asked_states(self.credit, self.blank(steps), self.completion)
+        if earned.normalised != (self.advantage_scale == "given"):
+            raise ValueError(
+                f"recipe.advantage_scale is {self.advantage_scale}, but "
+                f"{type(self.credit).__name__} gives "
+                + ("advantages: set it to given" if earned.normalised else "no advantages: "
+                   "choose from group, batch, joint, none")
+            )  # fmt: skip
+        return asked
 
 
 def train_online(
@@ -131,9 +141,7 @@ def rollout(
         window,
         [generator(seed, "noise", step, i) for i in mine],
         keep_means=cfg.algorithm.needs_mean_old,
-        keep_velocities=asked_states(
-            cfg.credit, cfg.sampling.kernel, cfg.sampling.num_steps, window
-        ),
+        finish=[tail for tail in cfg.asked(window) if tail[1].follows_rollout],
     )
 
 
@@ -141,12 +149,11 @@ def judge(
     cfg: Online, learner: Learner, rewards: Rewards, trajectory: Trajectory
 ) -> tuple[Rollout, dict[str, float]]:
     """Value the states that the credit method asks for, and compare transitions over all ranks."""
+    size = cfg.sampling.micro_batch
     values = StateValues(
         learner.policy, rewards, trajectory,
-        finish=lambda ks: complete(
-            learner.policy, trajectory, ks, cfg.completion, cfg.sampling.micro_batch
-        ),
-        micro_batch=cfg.sampling.micro_batch,
+        finish=lambda tails: finished(learner, trajectory, tails, size),
+        how=cfg.completion, micro_batch=size,
     )  # fmt: skip
     earned = cfg.credit(trajectory, values)
     usable = rewards.usable(earned.value.isfinite().flatten(0, 1)).view(earned.mask.shape)
@@ -160,19 +167,33 @@ def judge(
         scale=cfg.advantage_scale, combine=cfg.advantage_combine, std_floor=cfg.std_floor,
     ).clamp(-cfg.advantage_clip, cfg.advantage_clip)  # fmt: skip
     first = _first(learner, len(earned.mask))
-    stochastic = trajectory.eta[0] > 0
+    eta = trajectory.eta.amax(0)
     batch = Rollout(
         trajectory=trajectory,
         advantage=advantage[first : first + len(earned.mask)],
         mask=gathered.mask[first : first + len(earned.mask)],
-        weight=step_weights(
-            cfg.step_weight, trajectory.kernel, trajectory.sigmas, trajectory.eta[0], stochastic
-        ),
+        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
         everyone=gathered.mask,
         first=first,
     )
+    batch = paired(batch, learner.processes) if cfg.algorithm.pairs else batch
     final = learner.processes.gather(values([trajectory.num_steps])[:, 0])
     return batch, _reward_metrics(rewards, final, gathered, advantage)
+
+
+def finished(
+    learner: Learner, trajectory: Trajectory, tails: Sequence[Tail], micro_batch: int
+) -> dict[Tail, Float[Tensor, "n *latent"]]:
+    """Clean latents of the given states: those that the rollout finished, and all others now."""
+    done = {tail: trajectory.finished[tail] for tail in tails if tail in trajectory.finished}
+    for how in {tail[1] for tail in tails if tail not in done}:
+        asked = [tail for tail in tails if tail[1] == how and tail not in done]
+        field = learner.reference if how.weights == "reference" else learner.policy
+        field = unguided(field) if how.guidance == "off" else field
+        average = learner.ema.applied() if how.weights == "ema" and learner.ema else nullcontext()
+        with average:
+            done |= complete(field, trajectory, asked, micro_batch)
+    return done
 
 
 def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) -> dict[str, float]:
@@ -181,8 +202,7 @@ def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) 
     metrics: dict[str, float] = {}
     num_parts = cfg.updates_per_step * cfg.epochs_per_step
     for epoch in range(cfg.epochs_per_step):
-        order = torch.randperm(len(batch.everyone), generator=generator(seed, "order", step, epoch))
-        for part in order.tensor_split(cfg.updates_per_step):
+        for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.everyone[part].sum())
             mine = (
                 part[(part >= batch.first) & (part < batch.first + len(batch.mask))] - batch.first
@@ -196,27 +216,6 @@ def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) 
             metrics |= learner.step() if num_trained else {}
     means = torch.stack(list(totals.values())).tolist() if totals else []
     return metrics | learner.processes.total(dict(zip(totals, means, strict=True)))
-
-
-def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
-    """Every trained transition of the given samples once, at most `size` of a step k at a time."""
-    trajectory, device = batch.trajectory, batch.trajectory.states.device
-    for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
-        for chosen in rows[batch.mask[rows, k]].split(size):
-            on_device = chosen.to(device)
-            yield Minibatch(
-                k=k,
-                x=trajectory.states[on_device, k],
-                x_next=trajectory.states[on_device, k + 1],
-                logp_old=trajectory.logp[on_device, k],
-                advantage=batch.advantage[chosen, k].to(device),
-                weight=batch.weight[k].expand(len(chosen)),
-                sigmas=trajectory.sigmas,
-                eta=trajectory.eta[on_device, k],
-                kernel=trajectory.kernel,
-                cond=take(trajectory.cond, on_device // trajectory.group_size),
-                mean_old=trajectory.means[k][on_device] if k in trajectory.means else None,
-            )
 
 
 def _gather(learner: Learner, mine: StepCredit) -> StepCredit:

@@ -1,7 +1,10 @@
 """What a run will do and cost, worked out before any weight is read."""
 
-from flowalign.completion import asked_states, num_evaluations
+from collections.abc import Sequence
+
 from flowalign.config import Run
+from flowalign.online import Online
+from flowalign.reference import unguided
 from flowalign.rollout import DTYPES
 from flowalign.seeds import generator
 from flowalign.types import ModelPlan
@@ -22,17 +25,17 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         raise ValueError(
             f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
         )
-    per_velocity = run.policy.evaluations_per_velocity
-    states = asked_states(run.recipe.credit, sampling.kernel, sampling.num_steps, window)
-    finishing = num_evaluations(states, sampling.num_steps, run.recipe.completion)
-    evaluations = {
-        "sampling": samples * sampling.num_steps * per_velocity,
-        "completing": samples * finishing * per_velocity,
-        "training": samples * len(window) * per_velocity * run.recipe.epochs_per_step,
+    if run.recipe.completion.guidance == "off":
+        unguided(run.policy)
+    recipe, per_velocity = run.recipe, run.policy.evaluations_per_velocity
+    cost = {
+        name: count * recipe.prompts_per_step
+        for name, count in evaluations(recipe, window, per_velocity).items()
     }
-    if run.recipe.algorithm.needs_reference:
-        evaluations["reference"] = evaluations["training"]
-    scored = samples * len({*states, sampling.num_steps})
+    blank, asked = recipe.blank(window), recipe.asked(window)
+    states = sorted({k for k, _ in asked})
+    valued = {*asked, (sampling.num_steps, recipe.completion)}
+    scored = recipe.prompts_per_step * sum(len(blank.holders(k)) for k, _ in valued)
     updates = run.recipe.updates_per_step * run.recipe.epochs_per_step
     return {
         "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts "
@@ -40,9 +43,10 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained "
         f"{list(window)}",
         "network evaluations per step": " + ".join(
-            f"{count} {name}" for name, count in evaluations.items() if count
+            f"{count} {name}" for name, count in cost.items() if count
         ),
-        "values of states": f"{list(states)}",
+        "values of states": f"{states}",
+        "transitions trained per step": f"{recipe.prompts_per_step * int(blank.trained.sum())}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards)}",
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
@@ -50,6 +54,26 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         "memory, about": memory(run, model, samples // world),
+    }
+
+
+def evaluations(recipe: Online, window: Sequence[int], per_velocity: int = 1) -> dict[str, int]:
+    """Network evaluations for one prompt, by purpose; those with gradient are `training`.
+
+    Source: the counts of published methods in their papers; states that samples share count once.
+    """
+    blank, num_steps = recipe.blank(window), recipe.sampling.num_steps
+    finishing = [
+        len(blank.holders(k)) * how.num_evaluations(k, num_steps)
+        * (1 if how.guidance == "off" else per_velocity)
+        for k, how in recipe.asked(window)
+    ]  # fmt: skip
+    training = int(blank.trained.sum()) * recipe.epochs_per_step * per_velocity
+    return {
+        "sampling": sum(len(blank.holders(k)) for k in range(num_steps)) * per_velocity,
+        "completing": sum(finishing),
+        "training": training,
+        "reference": training if recipe.algorithm.needs_reference else 0,
     }
 
 

@@ -37,6 +37,27 @@ class FrozenCopy(VelocityField):
         return self.policy.velocity(x, sigma, cond)
 
 
+def unguided(field: VelocityField) -> VelocityField:
+    """The same weights without classifier-free guidance. ValueError if there is none to drop."""
+    if isinstance(field, AdapterOff | FrozenCopy):
+        inner = copy.copy(field)
+        inner.policy = _without_guidance(field.policy)
+        return inner
+    assert isinstance(field, Policy)
+    return _without_guidance(field)
+
+
+def _without_guidance(policy: Policy) -> Policy:
+    if policy.evaluations_per_velocity == 1:
+        raise ValueError(
+            "completion.guidance is off, but the policy samples without classifier-free guidance; "
+            "leave it at same"
+        )
+    plain = copy.copy(policy)
+    plain.guidance, plain.evaluations_per_velocity = 1.0, 1
+    return plain
+
+
 def reference_for(policy: Policy) -> VelocityField:
     """Adapter off where there is one, else a frozen copy. Call it before the first update."""
     return AdapterOff(policy) if _adapters(policy.denoiser) else FrozenCopy(policy)

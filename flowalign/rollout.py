@@ -1,15 +1,17 @@
 """Sampling: the only denoising loop in the code base."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.branching import Branching, Chain, Layout, layout
+from flowalign.completion import Tail, Tails, velocity
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
-from flowalign.types import Cond, Policy, Trajectory, VelocityField
+from flowalign.types import Policy, Trajectory
 from flowalign.windows import AllButLast, Window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -22,25 +24,48 @@ class Sampling:
     num_steps: int = 10
     samples_per_prompt: int = 24
     """G, the size of the group whose members are compared."""
-    eta: float = 0.7
-    """Noise level inside the window; its meaning is the kernel's."""
+    eta: float | list[float] = 0.7
+    """Noise level inside the window, or one for each step; its meaning is the kernel's."""
     kernel: Kernel = field(default_factory=FlowSDE)
     window: Window = field(default_factory=AllButLast)
     """The steps that are stochastic and trained."""
-    initial_noise: Literal["independent", "shared"] = "independent"
-    """shared: one x_0 for the whole group (DanceGRPO, MixGRPO)."""
+    seeds_per_prompt: int | None = None
+    """Different initial noises among the samples of a prompt. None: each has its own, or one per
+    tree. 1: all share it (DanceGRPO, MixGRPO). TempFlow-GRPO: 4."""
+    branching: Branching = field(default_factory=Chain)
+    """How samples of one initial noise come apart."""
     state_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What states are stored in; states are rounded to it before their log-probability is taken."""
     micro_batch: int = 64
-    """Samples per network call."""
+    """Samples per network call, decode and reward call: the memory budget of a rollout."""
 
     def __post_init__(self) -> None:
         """Reject what no run can use, before anything heavy is loaded."""
-        for name in ("num_steps", "samples_per_prompt", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"sampling.{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.eta > 0:
+        for name in ("num_steps", "samples_per_prompt", "micro_batch", "seeds_per_prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"sampling.{name} is {value}; it must be at least 1")
+        levels = self.eta if isinstance(self.eta, list) else [self.eta]
+        if not all(level > 0 for level in levels):
             raise ValueError(f"sampling.eta is {self.eta}; exploration needs a noise level above 0")
+        if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
+            raise ValueError(
+                f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
+                "give one number, or one for each step"
+            )
+
+    def layout(self, steps: Sequence[int]) -> Layout:
+        """The samples of one prompt, stochastic in `steps`. ValueError where they do not fit."""
+        eta = torch.zeros(self.num_steps)
+        eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
+        seeds = self.seeds_per_prompt
+        if seeds is None:
+            seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
+        return layout(self.branching, self.samples_per_prompt, seeds, eta)
+
+    def num_starts(self, steps: Sequence[int]) -> int:
+        """Different initial noises per prompt."""
+        return len(self.layout(steps).origin[:, 0].unique())
 
 
 @torch.no_grad()
@@ -51,42 +76,55 @@ def sample(
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
     keep_means: bool = False,
-    keep_velocities: Collection[int] = (),
+    finish: Collection[Tail] = (),
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
-    Each prompt has its own generator: how prompts are spread over processes changes no draw.
+    Each prompt has its own generator: how prompts are spread over processes changes no draw. The
+    states in `finish` are completed on the way: their tails take each step in one network call
+    with the trajectories, so that T calls in a row do, however many states are finished.
     """
-    cond, group = policy.encode(prompts), cfg.samples_per_prompt
-    x = torch.cat([_initial(policy, cfg, generator) for generator in generators])
-    row = torch.arange(len(x), device=x.device) // group
-    sigmas, eta = policy.schedule(cfg.num_steps), _etas(cfg, steps, x.device)
-    store = DTYPES[cfg.state_dtype]
-    x = x.to(store).float()
-    states, logps, means, velocities = [x.to(store)], [], {}, {}
+    x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
+    trajectory = blank(cfg, steps, prompts, x, policy.schedule(cfg.num_steps))
+    trajectory = replace(trajectory, cond=policy.encode(prompts))
+    states, eta, device = trajectory.states, trajectory.eta, x.device
+    states[:, 0] = x[trajectory.places(0).to(device)]
+    tails, means = Tails(trajectory, finish), {}
     for k in range(cfg.num_steps):
-        v = velocity(policy, x, sigmas[k], cond, row, cfg.micro_batch)
-        if k in keep_velocities:
-            velocities[k] = v
-        distribution = transition(cfg.kernel, x, v, sigmas, k, eta[k].expand(len(x)))
-        noisy = sample_next(distribution, _noise(x, generators)) if k in steps else None
-        x = (distribution.mean if noisy is None else noisy).to(store).float()
-        logp = log_density(cfg.kernel, x, distribution)
-        logps.append(torch.zeros_like(logp) if noisy is None else logp)
+        x, rows = states[:, k].float(), trajectory.holders(k)
+        v = tails.step(policy, k, x[rows.to(device)], rows, cfg.micro_batch)
+        distribution = transition(
+            cfg.kernel, x, v[trajectory.places(k).to(device)], trajectory.sigmas, k, eta[:, k]
+        )
+        x = sample_next(distribution, _noise(x, generators)) if k in steps else distribution.mean
+        states[:, k + 1] = x[trajectory.origin[:, k + 1].to(device)]
+        logp = log_density(cfg.kernel, states[:, k + 1].float(), distribution)
+        trajectory.logp[:, k] = torch.where(eta[:, k] > 0, logp, 0.0)
         if keep_means and k in steps:
             means[k] = distribution.mean
-        states.append(x.to(store))
+    return replace(trajectory, means=means, finished=tails.at)
+
+
+def blank(
+    cfg: Sampling,
+    steps: Sequence[int],
+    prompts: Sequence[str],
+    x: Float[Tensor, "n *latent"],
+    sigmas: Float[Tensor, "S"],
+) -> Trajectory:
+    """Trajectories before they are drawn: zeros on the device of x, in their final arrangement."""
+    one, group = cfg.layout(steps), cfg.samples_per_prompt
+    size = len(prompts) * group
     return Trajectory(
-        logp=torch.stack(logps, 1),
-        states=torch.stack(states, 1),
+        logp=torch.zeros(size, cfg.num_steps, device=x.device),
+        states=x.new_zeros(size, cfg.num_steps + 1, *x.shape[1:], dtype=DTYPES[cfg.state_dtype]),
         sigmas=sigmas,
-        eta=eta.expand(len(x), -1),
+        eta=one.eta.repeat(len(prompts), 1).to(x.device),
         kernel=cfg.kernel,
-        cond=cond,
+        cond={},
         prompts=[prompt for prompt in prompts for _ in range(group)],
         group_size=group,
-        means=means,
-        velocities=velocities,
+        origin=torch.cat([one.origin + p * group for p in range(len(prompts))]),
     )
 
 
@@ -110,36 +148,6 @@ def generate(
     return x
 
 
-def velocity(
-    field: VelocityField,
-    x: Float[Tensor, "n *latent"],
-    sigma: Float[Tensor, ""],
-    cond: Cond,
-    row: Int[Tensor, "n"],
-    micro_batch: int,
-) -> Float[Tensor, "n *latent"]:
-    """`field.velocity` in chunks; sample i is conditioned on row[i] of cond."""
-    chunks = zip(x.split(micro_batch), row.split(micro_batch), strict=True)
-    return torch.cat([field.velocity(part, sigma, take(cond, rows)) for part, rows in chunks])
-
-
-def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
-    """The given rows of every conditioning tensor."""
-    return {name: value[rows] for name, value in cond.items()}
-
-
-def _initial(policy: Policy, cfg: Sampling, generator: torch.Generator) -> Tensor:
-    if cfg.initial_noise == "independent":
-        return policy.noise(cfg.samples_per_prompt, generator)
-    return policy.noise(1, generator).repeat_interleave(cfg.samples_per_prompt, 0)
-
-
 def _noise(x: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
     shape = (len(x) // len(generators), *x.shape[1:])
     return torch.cat([torch.randn(shape, generator=generator) for generator in generators]).to(x)
-
-
-def _etas(cfg: Sampling, steps: Sequence[int], device: torch.device) -> Float[Tensor, "T"]:
-    eta = torch.zeros(cfg.num_steps, device=device)
-    eta[list(steps)] = cfg.eta
-    return eta

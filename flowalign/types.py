@@ -15,13 +15,21 @@ x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = n
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from flowalign.functional.tail import Completion
 from flowalign.functional.transition import Gaussian, Kernel, transition
+from flowalign.reward_types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+__all__ = [
+    "Cond", "CreditEstimator", "MediaBatch", "Minibatch", "ModelPlan", "Policy", "PolicyLoss",
+    "RewardModel", "RewardOutput", "RewardSpec", "StepCredit", "Trajectory", "Values",
+    "VelocityField",
+]  # fmt: skip
 
 Cond = Mapping[str, Tensor]
 """Text conditioning as a policy understands it. Every tensor has a leading sample axis."""
@@ -45,15 +53,35 @@ class Trajectory:
     prompts: Sequence[str]
     """One per sample."""
     group_size: int
+    origin: Int[Tensor, "B T+1"]
+    """Which sample computed state k of sample b. Samples of a tree share states: equal entries are
+    one state, and they share every earlier one too."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step, where a loss asked for them."""
-    velocities: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
-    """Velocities of the rollout by state, where completions start with them."""
+    finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(
+        default_factory=dict
+    )
+    """What the ODE makes of state k, one row per holder of it, where credit asks for its value."""
 
     @property
     def num_steps(self) -> int:
         """T, the number of transitions."""
         return self.logp.shape[1]
+
+    def holders(self, k: int) -> Int[Tensor, "n"]:
+        """The samples that computed a state k: one per distinct state."""
+        origin = self.origin[:, k]
+        return (origin == torch.arange(len(origin))).nonzero().flatten()
+
+    def places(self, k: int) -> Int[Tensor, "B"]:
+        """Where in `holders(k)` each sample finds its state k."""
+        return torch.searchsorted(self.holders(k), self.origin[:, k].contiguous())
+
+    @property
+    def trained(self) -> Bool[Tensor, "B T"]:
+        """Stochastic transitions; one that samples share is True for a single one of them."""
+        own = self.origin[:, 1:] == torch.arange(len(self.origin))[:, None]
+        return own & (self.eta > 0).cpu()
 
 
 @dataclass(frozen=True)
@@ -65,6 +93,10 @@ class StepCredit:
     """Transitions with equal ids are compared with each other."""
     mask: Bool[Tensor, "B T"]
     """True where a transition is trained."""
+    normalised: bool = False
+    """The values are advantages already; the recipe says so too, by advantage_scale given."""
+    marked: Bool[Tensor, "B T"] | None = None
+    """Transitions that the method singles out, such as turning points; for pictures only."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +166,9 @@ class Policy(VelocityField):
     evaluations_per_velocity: int
     """Network evaluations that one call of `velocity` costs per sample: 2 with guidance."""
 
+    guidance: float = 1.0
+    """Classifier-free guidance of `velocity`; at 1 there is none."""
+
     precision: Literal["fp32", "bf16", "fp16"]
     """What the network computes in; states, sigmas and log-probabilities are float32 regardless."""
 
@@ -174,79 +209,22 @@ class Policy(VelocityField):
         """Largest difference between this policy and a fresh pipeline that loads `folder`."""
 
 
-@dataclass(frozen=True)
-class MediaBatch:
-    """What a reward model is given."""
-
-    media: Float[Tensor, "n F 3 H W"]
-    """In [0, 1]; an image is a video of one frame."""
-    prompts: Sequence[str]
-    metadata: Sequence[Mapping[str, Any]] = ()
-    """Further columns of the prompt's row, one mapping per sample, or empty."""
-
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """What a reward model declares about itself."""
-
-    name: str
-    dims: tuple[str, ...]
-    """Names of the R columns, higher is better in each."""
-    modality: Literal["image", "video", "any"]
-    scale: tuple[float, float]
-    """Lowest and highest value that any dimension can take; infinite where unbounded."""
-    licence: str
-    differentiable: bool = False
-
-
-@dataclass(frozen=True)
-class RewardOutput:
-    """Scores of n samples. One that could not be computed is NaN, not valid, and has a reason."""
-
-    values: Float[Tensor, "n R"]
-    valid: Bool[Tensor, "n R"]
-    reasons: Mapping[int, str] = field(default_factory=dict)
-    """Sample index to why it failed; every sample with an invalid dimension has one."""
-
-    @staticmethod
-    def build(
-        spec: RewardSpec, values: Tensor, failed: Mapping[int, str] | None = None
-    ) -> "RewardOutput":
-        """Mark failed samples, and any non-finite value that a model returned, as invalid."""
-        failed = dict(failed or {})
-        values = values.detach().float().cpu().clone()
-        if values.ndim != 2 or values.shape[1] != len(spec.dims):
-            raise ValueError(
-                f"reward {spec.name!r} returned shape {tuple(values.shape)}, "
-                f"expected (n, {len(spec.dims)}) for {spec.dims}"
-            )
-        values[list(failed)] = torch.nan
-        valid = values.isfinite()
-        for i in (~valid).any(1).nonzero().flatten().tolist():
-            names = [dim for dim, ok in zip(spec.dims, valid[i].tolist(), strict=True) if not ok]
-            failed.setdefault(i, f"{spec.name} returned a non-finite value for {', '.join(names)}")
-        return RewardOutput(values.masked_fill(~valid, torch.nan), valid, failed)
-
-
-class RewardModel(ABC):
-    """Scores media in [0, 1] against prompts. Implementations live in `reward_models/`."""
-
-    spec: RewardSpec
+class Values(ABC):
+    """The one oracle of credit methods, and all that costs them anything."""
 
     @abstractmethod
-    def score(self, batch: MediaBatch) -> RewardOutput:
-        """One row per sample, independent of the other samples in the batch."""
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Float[Tensor, "B K R"]:
+        """Rewards of states ks after finishing each by ODE; values([T]) is the outcome.
 
-
-ValueFn = Callable[[Sequence[int]], Float[Tensor, "B K R"]]
-"""values(ks): rewards of states ks after finishing each by ODE; values([T]) is the outcome."""
+        NaN where a reward failed. `how` None: as the recipe's `completion` says.
+        """
 
 
 class CreditEstimator(ABC):
     """Turns state values into per-transition credit. Implementations: `flowalign/credit/`."""
 
     @abstractmethod
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Credit every transition of every sample."""
 
 
@@ -262,6 +240,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def needs_mean_old(self) -> bool:
         """Whether rollouts must keep the mean of each trained transition."""
+
+    @property
+    @abstractmethod
+    def pairs(self) -> bool:
+        """Whether a minibatch holds pairs: winners, then as many losers."""
 
     @property
     @abstractmethod

@@ -1,6 +1,6 @@
 """Short ways to a learner, a recipe and a few steps of the loop on the one-pixel policy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,12 @@ from flowalign.algorithms.grpo import GRPO
 from flowalign.algorithms.surrogates import PPOClip
 from flowalign.data import Prompts
 from flowalign.distributed import Processes
+from flowalign.functional.tail import Completion
 from flowalign.learner import Learner, Optimizer
 from flowalign.online import Online, train_online
 from flowalign.rewards import Rewards
 from flowalign.rollout import Sampling
-from flowalign.types import Policy
+from flowalign.types import Policy, Values
 from tests.pixel import PixelPolicy, Redness
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -63,3 +64,14 @@ def flat(module: nn.Module) -> Tensor:
     """All trained parameters in one vector."""
     trained = [p.detach() for p in module.parameters() if p.requires_grad]
     return torch.cat([p.flatten() for p in trained]).clone()
+
+
+class Given(Values):
+    """Values from a function of the states asked for, or from a tensor [B, S, R] of all."""
+
+    def __init__(self, given: Callable[[list[int]], Tensor] | Tensor):
+        self.given, self.calls = given, []
+
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        self.calls.append(list(ks))
+        return self.given[:, list(ks)] if isinstance(self.given, Tensor) else self.given(list(ks))

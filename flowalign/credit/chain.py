@@ -31,4 +31,4 @@ def step_credit(
     """Credit of the given steps; the others earn 0 and are not trained."""
     value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
     value[:, list(steps)] = earned
-    return StepCredit(value, per_prompt_and_step(trajectory), (trajectory.eta > 0).cpu())
+    return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
 def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[Tensor, "B n R"]:
@@ -41,7 +41,7 @@ class Discounted(CreditEstimator):
         if not 0 < self.gamma <= 1:
             raise ValueError(f"credit.gamma is {self.gamma}; it must lie in (0, 1]")
 
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Value the state before each stochastic step but the first, and the outcome."""
         steps = stochastic_steps(trajectory)
         reached = values([*steps[1:], trajectory.num_steps])

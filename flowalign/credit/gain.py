@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
 def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
@@ -25,7 +25,7 @@ class Gain(CreditEstimator):
     prompt at once.
     """
 
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Value the state before each stochastic step, and the outcome."""
         steps = stochastic_steps(trajectory)
         return step_credit(trajectory, steps, gains(values([*steps, trajectory.num_steps])))
@@ -38,7 +38,7 @@ class NextValue(CreditEstimator):
     Source: DenseGRPO's ablation "Dense Reward (Baseline)".
     """
 
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Value the state before each stochastic step but the first, and the outcome."""
         steps = stochastic_steps(trajectory)
         return step_credit(trajectory, steps, values([*steps[1:], trajectory.num_steps]))

@@ -6,18 +6,18 @@ Source: Flow-GRPO, arXiv:2505.05470v5.
 from dataclasses import dataclass
 
 from flowalign.credit.groups import per_prompt_and_step
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
 @dataclass(frozen=True)
 class Outcome(CreditEstimator):
     """Sparse terminal reward, broadcast over steps: the baseline of every dense method."""
 
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Credit every stochastic transition with the value of the last state."""
         final = values([trajectory.num_steps])
         return StepCredit(
             value=final.expand(-1, trajectory.num_steps, -1),
             group=per_prompt_and_step(trajectory),
-            mask=(trajectory.eta > 0).cpu(),
+            mask=trajectory.trained,
         )

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFn
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 Constraint = Literal["consistent", "none"]
 
@@ -92,7 +92,7 @@ class TurningPoint(CreditEstimator):
         if not self.dead_zone >= 0:
             raise ValueError(f"credit.dead_zone is {self.dead_zone}; it must be at least 0")
 
-    def __call__(self, trajectory: Trajectory, values: ValueFn) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Value the state before each stochastic step, and the outcome."""
         steps = stochastic_steps(trajectory)
         v = values([*steps, trajectory.num_steps])

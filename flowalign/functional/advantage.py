@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Scale = Literal["group", "batch", "joint", "none"]
+Scale = Literal["group", "batch", "joint", "none", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
 
 
@@ -21,6 +21,7 @@ def group_center(
 ) -> Float[Tensor, "n R"]:
     """(value - mean of its group) / (std + eps), with std over the group, the batch, or 1.
 
+    "given" returns the values as they are: the credit method has compared them.
     Groups whose values spread less than `std_floor` yield exact zeros: they hold no signal, and
     dividing by their std would amplify rounding. "joint" differs from "group" only in the ids it is
     given.
@@ -28,6 +29,8 @@ def group_center(
     Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is
     Dr. GRPO, arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
     """
+    if scale == "given":
+        return value
     _, index = group.unique(return_inverse=True)
     centred = value - group_mean(value, index)
     spread = _group_std(centred, index, correction)

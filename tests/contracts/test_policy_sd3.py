@@ -9,9 +9,10 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 from safetensors.torch import load_file
 
+from flowalign.completion import take
 from flowalign.functional.transition import FlowSDE
 from flowalign.reference import AdapterOff, FrozenCopy, reference_for
-from flowalign.rollout import generate, take
+from flowalign.rollout import generate
 from flowalign.seeds import generator
 from flowalign.types import Minibatch
 from pipelines.sd3 import SD3

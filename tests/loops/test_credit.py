@@ -16,7 +16,7 @@ from flowalign.rewards import RewardFailure
 from flowalign.types import RewardOutput
 from flowalign.windows import AllButLast, Fixed, RandomSubset
 from tests.pixel import PixelPolicy, Redness
-from tests.training import flat, new_learner, new_recipe, new_rewards, train
+from tests.training import Given, flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False), Discounted(0.8)]
@@ -98,14 +98,9 @@ def trained(batch):
 )
 def test_only_states_inside_the_window_and_the_outcome_are_valued_all_at_once(credit, asked):
     _, _, trajectory = setting(credit, Fixed(1, 4), num_steps=6)
-    calls = []
-
-    def values(ks):
-        calls.append(list(ks))
-        return torch.zeros(12, len(ks), 2)
-
+    values = Given(lambda ks: torch.zeros(12, len(ks), 2))
     earned = credit(trajectory, values)
-    assert calls == [asked]
+    assert values.calls == [asked]
     assert earned.value.shape == (12, 6, 2)
     assert torch.equal(earned.mask, (trajectory.eta > 0).cpu())
     assert earned.mask[0].tolist() == [False, True, True, True, False, False]
@@ -155,7 +150,7 @@ def test_credit_along_a_chain_refuses_samples_with_different_stochastic_steps():
     eta[3, 1] = 0.0
     branching = type(trajectory)(**vars(trajectory) | {"eta": eta})
     with pytest.raises(ValueError, match="same stochastic steps"):
-        Gain()(branching, lambda ks: torch.zeros(12, len(ks), 1))
+        Gain()(branching, Given(lambda ks: torch.zeros(12, len(ks), 1)))
 
 
 # Failures -----------------------------------------------------------------------------------------

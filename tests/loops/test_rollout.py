@@ -7,8 +7,9 @@ import torch
 
 from flowalign.algorithms.grpo import GRPO
 from flowalign.algorithms.surrogates import PPOClip
-from flowalign.completion import Completion, complete
+from flowalign.completion import complete, take, velocity
 from flowalign.costs import Costs
+from flowalign.functional.tail import Completion
 from flowalign.functional.transition import (
     CPS,
     DDIM,
@@ -19,7 +20,7 @@ from flowalign.functional.transition import (
     transition,
 )
 from flowalign.online import judge, minibatches, rollout
-from flowalign.rollout import Sampling, generate, sample, take, velocity
+from flowalign.rollout import Sampling, generate, sample
 from flowalign.seeds import generator
 from flowalign.windows import AllButLast, Fixed
 from tests.embedded import move, new_sd3
@@ -130,8 +131,7 @@ def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kern
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_shared_initial_noise_is_one_state_per_prompt(shared):
-    kind = "shared" if shared else "independent"
-    cfg = Sampling(num_steps=3, samples_per_prompt=4, initial_noise=kind)
+    cfg = Sampling(num_steps=3, samples_per_prompt=4, seeds_per_prompt=1 if shared else None)
     states = draw(pixel_policy(), cfg).states.unflatten(0, (3, 4))
     first, later = states[:, :, 0], states[:, :, 1]
     assert torch.equal(first, first[:, :1].expand_as(first)) == shared
@@ -139,11 +139,11 @@ def test_shared_initial_noise_is_one_state_per_prompt(shared):
     assert len(later.flatten(0, 1).unique(dim=0)) == 12
 
 
-@pytest.mark.parametrize("noise", ["independent", "shared"])
+@pytest.mark.parametrize("noise", [None, 1, 2])
 def test_what_a_prompt_draws_does_not_depend_on_who_is_sampled_with_it(noise):
     """Three prompts at once, or one and two as on two processes, or in smaller network calls."""
     policy, group = pixel_policy(), 4
-    cfg = Sampling(num_steps=4, samples_per_prompt=group, initial_noise=noise)
+    cfg = Sampling(num_steps=4, samples_per_prompt=group, seeds_per_prompt=noise)
     together = draw(policy, cfg)
     for part in (slice(0, 1), slice(1, 3)):
         alone = sample(policy, THREE[part], cfg, (0, 1, 2), seeds(3)[part])
@@ -202,20 +202,20 @@ def test_finishing_follows_the_ode_from_any_state():
     policy = pixel_policy()
     cfg = Sampling(num_steps=4, samples_per_prompt=2)
     trajectory = draw(policy, cfg, steps=())
-    for k in (0, 2, 4):
+    how = Completion()
+    for k in (0, 2):
         torch.testing.assert_close(
-            complete(policy, trajectory, [k], Completion(), 3)[k],
+            complete(policy, trajectory, [(k, how)], 3)[k, how],
             trajectory.states[:, 4],
             atol=1e-5,
             rtol=1e-5,
         )
     noisy = draw(policy, cfg)
-    assert torch.equal(complete(policy, noisy, [4], Completion(), 3)[4], noisy.states[:, 4])
     x, s = noisy.states[:, 3], noisy.sigmas
     with torch.no_grad():
         v = policy.velocity(x, s[3], take(noisy.cond, torch.arange(6) // 2))
     torch.testing.assert_close(
-        complete(policy, noisy, [3], Completion(), 3)[3], x + (s[4] - s[3]) * v
+        complete(policy, noisy, [(3, how)], 3)[3, how], x + (s[4] - s[3]) * v
     )
 
 

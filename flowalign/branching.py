@@ -1,0 +1,154 @@
+"""Which samples of a prompt share which states: chains, trees, and combs."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The G samples of one prompt before any of them is drawn."""
+
+    eta: Float[Tensor, "G T"]
+    """Noise level of each transition; 0 is an ODE step."""
+    origin: Int[Tensor, "G T+1"]
+    """Which sample computes state k of sample g; see `Trajectory.origin`."""
+
+
+class Branching(ABC):
+    """How the samples that start from one initial noise come apart."""
+
+    @abstractmethod
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+        """Samples of one initial noise, given the noise levels of the window, 0 outside it.
+
+        ValueError where that many samples cannot be arranged in this way.
+        """
+
+
+@dataclass(frozen=True)
+class Chain(Branching):
+    """Every sample on its own from the first stochastic step on."""
+
+    @override
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+        """One shared start, then nothing shared."""
+        below = _leaves_below(num_samples, num_samples, len(eta), _stochastic(eta)[:1])
+        return Layout(eta.expand(num_samples, -1), _shared(num_samples, below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tree(Branching):
+    """Every state at a split goes on as `children` states; siblings share all before.
+
+    Source: BranchGRPO, arXiv:2509.06040v5, splits at 0, 3, 6, 9; TreeGRPO, arXiv:2512.08153, three
+    children at each of three steps. The growing noise is Dynamic-TreeRPO's, arXiv:2509.23352v3,
+    whose formula is not public: a (1 + growth * depth / (levels - 1)), our reconstruction.
+    """
+
+    splits: Sequence[int] | None = None
+    """Steps at which to split; None: every step of the window."""
+    children: int = 2
+    growth: float = 0.0
+    """How much louder the deepest split is than the first, relative to it."""
+
+    def __post_init__(self) -> None:
+        """Refuse what is no tree."""
+        if self.children < 2 or not self.growth > -1:
+            raise ValueError(
+                f"branching with children {self.children}, growth {self.growth}: "
+                "a tree needs at least 2 children, and growth above -1"
+            )
+
+    @override
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+        """children^levels leaves."""
+        window = _stochastic(eta)
+        splits = window if self.splits is None else sorted(self.splits)
+        outside = sorted(set(splits) - set(window))
+        if outside or not splits:
+            raise ValueError(
+                f"branching splits at {outside or splits}, which the window does not make "
+                f"stochastic: it has steps {window}.\nChange recipe.sampling.branching.splits "
+                "or recipe.sampling.window"
+            )
+        leaves = self.children ** len(splits)
+        if num_samples != leaves:
+            raise ValueError(
+                f"a tree with {self.children} children at each of the steps {splits} has {leaves} "
+                f"leaves, but there are {num_samples} samples per initial noise.\nSet "
+                f"recipe.sampling.samples_per_prompt to {leaves} x recipe.sampling.seeds_per_prompt"
+            )
+        depth = torch.tensor([sum(s < k for s in splits) for k in range(len(eta))])
+        louder = 1 + self.growth * depth.clamp(max=len(splits) - 1) / max(len(splits) - 1, 1)
+        below = _leaves_below(num_samples, self.children, len(eta), splits)
+        return Layout((eta * louder).expand(num_samples, -1), _shared(num_samples, below))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comb(Branching):
+    """An ODE spine from which `children` samples leave by one noisy step, at every window step.
+
+    Whatever tells the children of a step apart, that step alone has caused.
+
+    Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
+    """
+
+    children: int = 6
+
+    def __post_init__(self) -> None:
+        """Refuse a comb in which nothing can be compared."""
+        if self.children < 2:
+            raise ValueError(f"branching.children is {self.children}; a comb needs at least 2")
+
+    @override
+    def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
+        """Step by step its children; the last sample, which leaves last, carries the spine."""
+        window = _stochastic(eta)
+        if num_samples != self.children * len(window):
+            raise ValueError(
+                f"a comb with {self.children} children at each of the steps {window} has "
+                f"{self.children * len(window)} samples per initial noise, not {num_samples}.\nSet "
+                f"recipe.sampling.samples_per_prompt to {self.children * len(window)} x "
+                "recipe.sampling.seeds_per_prompt"
+            )
+        leaves_at = torch.tensor(window).repeat_interleave(self.children)[:, None]
+        own = torch.where(leaves_at == torch.arange(len(eta)), eta, 0.0)
+        sample = torch.arange(num_samples)[:, None]
+        on_spine = torch.arange(len(eta) + 1) <= leaves_at
+        return Layout(own, torch.where(on_spine, num_samples - 1, sample))
+
+
+def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]) -> Layout:
+    """The samples of one prompt: the same arrangement for each of its initial noises."""
+    if num_samples % seeds:
+        raise ValueError(
+            f"sampling.samples_per_prompt is {num_samples}, "
+            f"which seeds_per_prompt {seeds} does not divide"
+        )
+    one = branching.seed_layout(num_samples // seeds, eta)
+    start = torch.arange(seeds).repeat_interleave(num_samples // seeds)[:, None]
+    return Layout(
+        one.eta.repeat(seeds, 1), one.origin.repeat(seeds, 1) + start * (num_samples // seeds)
+    )
+
+
+def _stochastic(eta: Float[Tensor, "T"]) -> list[int]:
+    return eta.nonzero().flatten().tolist()
+
+
+def _leaves_below(
+    num_samples: int, children: int, num_steps: int, splits: Sequence[int]
+) -> Int[Tensor, "S"]:
+    """How many samples share a state k."""
+    done = [sum(split < k for split in splits) for k in range(num_steps + 1)]
+    return num_samples // children ** torch.tensor(done)
+
+
+def _shared(num_samples: int, below: Int[Tensor, "S"]) -> Int[Tensor, "G S"]:
+    return torch.arange(num_samples)[:, None] // below * below

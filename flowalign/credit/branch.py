@@ -1,0 +1,105 @@
+"""Branch credit: a transition earns what grew from it, compared with its alternatives.
+
+Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings compared); BranchGRPO, arXiv:2509.06040v5
+(trees, nodes of equal depth compared, pruning).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign.credit.groups import per_prompt_and_step, siblings
+from flowalign.functional.advantage import group_mean
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+
+
+def fused(
+    outcome: Float[Tensor, "B R"],
+    origin: Int[Tensor, "B T+1"],
+    logp: Float[Tensor, "B T"],
+    beta: float | None = None,
+) -> Float[Tensor, "B T R"]:
+    """Value of the state that each transition reaches, from the outcomes below it.
+
+    beta None: the mean of all outcomes below. Else, from the leaves to the root, the mean over the
+    children of a state weighted by softmax(beta * log-probability of their transitions).
+    """
+    reached = [outcome]
+    for k in range(logp.shape[1] - 1, 0, -1):
+        state = origin[:, k].unique(return_inverse=True)[1]
+        if beta is None:
+            reached.append(group_mean(outcome, state))
+            continue
+        own = origin[:, k + 1] == torch.arange(len(origin))
+        weight = torch.where(own, beta * logp[:, k].double(), -torch.inf)
+        highest = torch.full_like(weight, -torch.inf)
+        highest = highest.scatter_reduce(0, state, weight, "amax")[state]
+        weight = (weight - highest).exp()[:, None]
+        total = torch.zeros_like(weight).index_add(0, state, weight)[state]
+        mean = torch.zeros_like(reached[-1], dtype=torch.float64)
+        mean = mean.index_add(0, state, weight / total * reached[-1])
+        reached.append(mean[state].to(outcome.dtype))
+    return torch.stack(reached[::-1], 1)
+
+
+def extremes(
+    value: Float[Tensor, "B T R"], group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], width: int
+) -> Bool[Tensor, "B T"]:
+    """The part of mask that is among the `width` best or worst of its group in some dimension."""
+    kept = torch.zeros_like(mask)
+    for label in group[mask].unique():
+        members = (mask & (group == label)).nonzero()
+        order = value[members[:, 0], members[:, 1]].argsort(dim=0, stable=True)
+        chosen = members[torch.cat([order[:width], order[-width:]]).flatten()]
+        kept[chosen[:, 0], chosen[:, 1]] = True
+    return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch(CreditEstimator):
+    """Each transition earns the value of the state that it reached; a shared one counts once.
+
+    In a comb that is the outcome of the one sample that left there. It needs a
+    `sampling.branching` other than chains.
+    """
+
+    compare: Literal["siblings", "depth"] = "siblings"
+    """With transitions from the same state (TempFlow-GRPO), or with all of the prompt at the same
+    step (BranchGRPO)."""
+    beta: float | None = None
+    """None: outcomes below a state count alike. Else children count by softmax(beta * logp)."""
+    width: int | None = None
+    """Train only this many of the best and of the worst of each comparison (width pruning)."""
+    depths: Sequence[int] | None = None
+    """Train only these steps (depth pruning)."""
+
+    def __post_init__(self) -> None:
+        """Refuse a pruning that leaves nothing."""
+        if self.width is not None and self.width < 1:
+            raise ValueError(f"credit.width is {self.width}; it must be at least 1, or null")
+
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+        """Fuse the outcomes; ValueError where nothing branches."""
+        group, mask = siblings(trajectory), trajectory.trained
+        if not (trajectory.group_size > 1 and _branches(group, mask)):
+            raise ValueError(
+                "credit by branches needs samples that share states: set recipe.sampling.branching "
+                "to flowalign.branching.Comb or Tree,\nor recipe.sampling.seeds_per_prompt to 1"
+            )
+        if self.compare == "depth":
+            group = per_prompt_and_step(trajectory)
+        if self.depths is not None:
+            mask = mask & torch.isin(torch.arange(trajectory.num_steps), torch.tensor(self.depths))
+        outcome = values([trajectory.num_steps])[:, 0]
+        value = fused(outcome, trajectory.origin, trajectory.logp.cpu(), self.beta)
+        if self.width is not None:
+            mask = extremes(value, group, mask, self.width)
+        return StepCredit(value, group, mask)
+
+
+def _branches(group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> bool:
+    return len(group[mask].unique()) < int(mask.sum())

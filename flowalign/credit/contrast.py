@@ -1,0 +1,65 @@
+"""Contrast: only the best and the worst of siblings are trained, where they stand out.
+
+Source: B2-DiffuRL, arXiv:2503.11240, and its code; its scores are also compared with those of the
+last eight stages, ours with those of the prompt's present samples only.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.credit.groups import per_prompt_and_step
+from flowalign.functional.advantage import group_center
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+
+
+def contrast(
+    score: Float[Tensor, "n R"], group: Int[Tensor, "n"], threshold: float
+) -> Float[Tensor, "n R"]:
+    """The highest score of each group if at least threshold, the lowest if at most -threshold.
+
+    Everything else is 0. Of equal scores the first counts.
+    """
+    kept = torch.zeros_like(score)
+    for label in group.unique():
+        members = (group == label).nonzero().flatten()
+        for dim, column in enumerate(score[members].unbind(1)):
+            for i, stands_out in (
+                (column.argmax(), column.max() >= threshold),
+                (column.argmin(), column.min() <= -threshold),
+            ):
+                if stands_out:
+                    kept[members[i], dim] = column[i]
+    return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contrast(CreditEstimator):
+    """All steps of a sample earn its score, if it is the best or worst of its initial noise.
+
+    Scores are outcomes compared within the prompt. It needs siblings: a `seeds_per_prompt` below
+    samples_per_prompt, or trees; and advantage_scale given.
+    """
+
+    threshold: float = 0.5
+    """In standard deviations of the prompt's outcomes."""
+
+    def __post_init__(self) -> None:
+        """Refuse a threshold that lets the middle pass."""
+        if not self.threshold >= 0:
+            raise ValueError(f"credit.threshold is {self.threshold}; it must be at least 0")
+
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+        """Compare the outcomes and keep the extremes; ValueError where there are no siblings."""
+        family, prompt = trajectory.origin[:, 0], per_prompt_and_step(trajectory)
+        if len(family.unique()) == len(family):
+            raise ValueError(
+                "credit by contrast needs samples that share their initial noise: "
+                "set recipe.sampling.seeds_per_prompt to 1"
+            )
+        outcome = values([trajectory.num_steps])[:, 0]
+        kept = contrast(group_center(outcome, prompt[:, -1], "group"), family, self.threshold)
+        value = kept[:, None].expand(-1, trajectory.num_steps, -1)
+        return StepCredit(value, prompt, trajectory.trained & (value != 0).any(-1), normalised=True)

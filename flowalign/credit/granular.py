@@ -1,0 +1,48 @@
+"""Granular credit: a step is judged by several completions of the state it reached, fine to coarse.
+
+Source: G2RPO, arXiv:2510.01982v3, and code of bcmi/Granular-GRPO.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from flowalign.credit.chain import step_credit, stochastic_steps
+from flowalign.functional.advantage import group_center
+from flowalign.functional.tail import Completion
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granular(CreditEstimator):
+    """Each step earns the sum over granularities of its advantage under that completion.
+
+    G2RPO takes one stochastic step at a time, from an initial noise that the prompt shares:
+    window Random(size=1), seeds_per_prompt 1. It needs advantage_scale given.
+    """
+
+    strides: Sequence[int] = (1, 2, 3)
+    """A completion takes one step, then every stride-th point of the schedule."""
+
+    def __post_init__(self) -> None:
+        """Refuse strides that are none."""
+        if not self.strides or min(self.strides) < 1 or len(set(self.strides)) < len(self.strides):
+            raise ValueError(
+                f"credit.strides is {list(self.strides)}; "
+                "give different whole numbers of at least 1"
+            )
+
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+        """Value every state that a stochastic step reached, once per stride."""
+        steps = stochastic_steps(trajectory)
+        total = torch.zeros(0)
+        for stride in self.strides:
+            how = Completion(stride=stride)
+            reached = [*steps[1:], trajectory.num_steps] if stride == 1 else [k + 1 for k in steps]
+            value = values(reached, how)
+            prompt = torch.arange(len(value)) // trajectory.group_size
+            advantage = torch.stack([group_center(v, prompt, "group") for v in value.unbind(1)], 1)
+            total = advantage if stride == self.strides[0] else total + advantage
+        credit = step_credit(trajectory, steps, total)
+        return StepCredit(credit.value, credit.group, credit.mask, normalised=True)

@@ -1,0 +1,39 @@
+"""Redistributed outcome: steps that brought the latent nearer to its end get more of the reward.
+
+Source: CoCA, arXiv:2505.19196, known from secondary sources: the share below is our reconstruction.
+(SuperFlow's share, proportional to sigma, is `step_weight: sigma`.)
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.credit.groups import per_prompt_and_step
+from flowalign.functional.advantage import group_center
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+
+
+def shares(
+    states: Float[Tensor, "B S *latent"], trained: Float[Tensor, "B S-1"]
+) -> Float[Tensor, "B S-1"]:
+    """How much nearer, by cosine, each step came to the last state; mean 1 over trained steps.
+
+    A step that led away gets 0. Where no trained step came nearer, all get 1.
+    """
+    flat = states.float().flatten(2)
+    nearness = torch.cosine_similarity(flat, flat[:, -1:], dim=2)
+    gained = nearness.diff(dim=1).clamp(min=0) * trained
+    mean = gained.sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
+    return torch.where(mean > 0, gained / mean.where(mean > 0, 1.0), trained)
+
+
+class Redistribute(CreditEstimator):
+    """Each step earns its share of the advantage of the outcome. It needs advantage_scale given."""
+
+    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+        """Compare the outcomes, then hand them out."""
+        outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
+        advantage = group_center(outcome, prompt[:, -1], "group")
+        trained = trajectory.trained
+        share = shares(trajectory.states.cpu(), trained.float())
+        return StepCredit(share[..., None] * advantage[:, None], prompt, trained, normalised=True)
