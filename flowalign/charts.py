@@ -59,13 +59,9 @@ def _evaluation(series: Lines) -> list[Panel]:
     return [Panel(f"Held-out {dim}", "score", lines, _points) for dim, lines in dims.items()]
 
 
-def chart(panel: Panel) -> str:
-    """The panel as an SVG data address; 320 units wide: letters have 11 px on a phone."""
-    import matplotlib
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    style: dict[Any, Any] = {
+def style() -> dict[Any, Any]:
+    """How every chart looks: light, without a frame."""
+    return {
         "font.size": 11, "lines.linewidth": 1.4, "axes.edgecolor": "#999999",
         "axes.spines.top": False, "axes.spines.right": False,
         "axes.grid": True, "grid.color": "#e8e8e8", "grid.linewidth": 0.7,
@@ -73,7 +69,15 @@ def chart(panel: Panel) -> str:
         "axes.labelcolor": "#444444", "xtick.color": "#444444", "ytick.color": "#444444",
         "svg.hashsalt": "flowalign",
     }  # fmt: skip
-    with matplotlib.rc_context(style):
+
+
+def chart(panel: Panel) -> str:
+    """The panel as an SVG data address; 320 units wide: letters have 11 px on a phone."""
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(style()):
         figure = Figure(figsize=(320 / 72, 210 / 72), layout="constrained")
         axes = figure.add_subplot()
         panel.draw(axes, panel.lines)

@@ -13,6 +13,7 @@ EXAMPLES = """examples:
   flowalign check configs/shapes.yaml              validate a run file and print what it will cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
+  flowalign compare configs/shapes.yaml configs/shapes_dense.yaml --seeds 0 1 2
 """
 
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
     """
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.verb not in ("train", "eval", "sample", "check", "bench"):
+    if rest and args.verb not in ("train", "eval", "sample", "check", "bench", "compare"):
         build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
     args.overrides = rest
     processes = getattr(args, "processes", None) or 1
@@ -54,13 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
                        help="go on from the newest checkpoint, or from this one")  # fmt: skip
     train.add_argument("--overwrite", action="store_true", help="delete an earlier run there")
     _processes(train)
-    demo = verb("demo", "Align the embedded text-to-image model on the CPU.", config=False)
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml"
-    )
-    demo.add_argument("--output_dir", help="default: the first free of runs/demo, runs/demo-2, ...")
-    demo.add_argument("--processes", type=int, help="default: 2 where there are two cores")
+    _demo(verb("demo", "Align the embedded text-to-image model on the CPU.", config=False))
     for name, text in (
         ("eval", "Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."),
         ("sample", "Make pictures with a run file's model, or a checkpoint of it."),
@@ -74,10 +69,33 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "eval":
             _processes(sub)
     _processes(verb("check", "Validate a run file without reading weights, and print its plan."))
+    _compare(verb("compare", "Train several run files with several seeds, and compare.", False))
     bench = verb("bench", "Time the stages of a step against the bare network evaluations.")
     bench.add_argument("--repeats", type=int, default=3)
     verb("doctor", "Print versions, devices and what is missing.", config=False)
     return parser
+
+
+def _demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml"
+    )
+    parser.add_argument(
+        "--output_dir", help="default: the first free of runs/demo, runs/demo-2, ..."
+    )
+    parser.add_argument("--processes", type=int, help="default: 2 where there are two cores")
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "configs", nargs="+", metavar="config",
+        help="run files, the baseline first; further --a.b VALUE override them all",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--out", default="runs/compare", help="default: runs/compare")
+    parser.add_argument("--jobs", type=int, help="runs at once; default: as the cores allow")
+    parser.add_argument("--metric", help="held-out dimension; default: strict, or the only one")
 
 
 def _processes(parser: argparse.ArgumentParser) -> None:

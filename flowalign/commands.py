@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     verbs: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": train, "demo": demo, "eval": evaluate, "sample": sample, "check": check,
-        "bench": bench, "doctor": doctor,
+        "bench": bench, "compare": compare, "doctor": doctor,
     }  # fmt: skip
     try:
         return verbs[args.verb](args)
@@ -167,6 +167,27 @@ def bench(args: argparse.Namespace) -> int:
     result = measure(run_file, args.repeats)
     table(f"one step of {args.config}", {k: f"{v:.4g}" for k, v in result.items()})
     print(json.dumps(result))  # noqa: T201
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """`flowalign compare CONFIG CONFIG ... --seeds 0 1 2`."""
+    from flowalign import compare as comparing
+    from flowalign.comparison_page import with_std
+
+    settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
+    files = [c for c in args.configs if "=" not in c]
+    overrides, out = [*settings, *args.overrides], Path(args.out)
+    request = comparing.Request(files, overrides, args.seeds, out, args.jobs, args.metric)
+    try:
+        result = comparing.compare(request, _say())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        return _complain(RuntimeError("stopped; the same command goes on from here"), 130)
+    finals = {row.method.name: with_std(row.final) for row in result.rows}
+    table(f"held-out {result.metric} after training", finals)
+    _say()(f"comparison: {out / 'compare.html'}")
     return 0
 
 

@@ -95,6 +95,7 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
         else None
     )
     if not resume:
+        session.started = time.perf_counter()  # the evaluation before training has cost nothing
         session.before = _evaluate(session, tracker, 0)
     steps = range(first, run.num_steps)
     prompts = Prompts(read_prompts(run.prompts), run.seed)
@@ -106,7 +107,7 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
     ):
         for step, metrics in zip(steps, loop, strict=True):
             done = step + 1
-            _show(session, tracker, progress, step, metrics)
+            _show(session, tracker, progress, step, metrics | _costs_so_far(session))
             if done == run.num_steps:
                 break
             after = _between_steps(session, tracker, done)
@@ -174,13 +175,13 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     cfg = session.run.evaluation
     if cfg is None:
         return None
-    start = time.perf_counter()
+    costs, start = _costs_so_far(session), time.perf_counter()
     ema = session.learner.ema
     with session.costs.uncounted(), ema.applied() if ema else nullcontext():
         result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
     if tracker:
         save_grid(session.folder, done, result)
-        tracker.log(max(done - 1, 0), result.metrics | {"evaluated_after": done})
+        tracker.log(max(done - 1, 0), result.metrics | costs | {"evaluated_after": done})
     session.started += time.perf_counter() - start
     return result.metrics
 
@@ -237,6 +238,14 @@ def _spent(session: Session) -> Costs:
     """The costs of all processes together."""
     mine = torch.tensor([list(asdict(session.costs).values())])
     return Costs(*session.processes.gather(mine).sum(0).tolist())
+
+
+def _costs_so_far(session: Session) -> dict[str, float]:
+    """What training has cost over all processes and resumptions; every rank must ask at once."""
+    seconds, spent = session.seconds, _spent(session)
+    names = ("reward_calls", "decodes", "network_evaluations")
+    counted = {f"cost/{name}": float(getattr(spent, name)) for name in names}
+    return counted | {"cost/seconds": round(seconds, 3)}
 
 
 def remove(folder: Path) -> None:

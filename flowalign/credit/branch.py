@@ -19,7 +19,7 @@ from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 def fused(
     outcome: Float[Tensor, "B R"],
-    origin: Int[Tensor, "B T+1"],
+    origin: Int[Tensor, "B S"],
     logp: Float[Tensor, "B T"],
     beta: float | None = None,
 ) -> Float[Tensor, "B T R"]:

@@ -32,6 +32,8 @@ def training(step, rng):
         "timing/sample": 6 + rng.random(), "timing/reward": 0.8 + 0.2 * rng.random(),
         "timing/update": 9 + rng.random(), "throughput": 7.5,
     }  # fmt: skip
+    row |= {"cost/reward_calls": 96 * (step + 1), "cost/decodes": 48 * (step + 1)}
+    row |= {"cost/network_evaluations": 528 * (step + 1), "cost/seconds": 17.5 * (step + 1)}
     row["reward_mean"] = (row["reward/colour"] + row["reward/strict"]) / 2
     return row | {"reward_std": 0.2, "timing/step": row["timing/sample"] + row["timing/update"] + 1}
 

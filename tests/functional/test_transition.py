@@ -346,7 +346,9 @@ def test_first_std_of_flow_sde_is_eta(eta, second):
 
 @every(COEFFICIENTS_PRESERVING)
 @quick
-@given(eta=st.floats(0.01, 1.0), sigma=st.floats(0.1, 1.0), share=st.just(0.0) | st.floats(1e-6, 0.99))
+@given(
+    eta=st.floats(0.01, 1.0), sigma=st.floats(0.1, 1.0), share=st.just(0.0) | st.floats(1e-6, 0.99)
+)
 def test_total_noise_level_is_exactly_sigma_next(kernel, eta, sigma, share):
     sigmas = torch.tensor([sigma, sigma * share], dtype=torch.float64)
     c1, std = kernel.coefficients(sigmas, 0, torch.tensor([eta], dtype=torch.float64))

@@ -1,0 +1,211 @@
+"""The numbers of a comparison: learning curves of methods over seeds, set against what they cost.
+
+A *method* is a run file, a *run* one seed of it. Higher values are better. Nothing here reads a
+file.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Axis = Literal["reward_calls", "network_evaluations", "seconds", "trajectories"]
+AXES: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds", "trajectories")
+
+
+@dataclass(frozen=True)
+class Point:
+    """One held-out evaluation, and what training had cost by then."""
+
+    step: int
+    value: float
+    diversity: float
+    """NaN where it was not measured."""
+    costs: Mapping[str, float]
+    """By axis; `decodes` besides."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The evaluations of one run in the order of steps."""
+
+    seed: int
+    points: tuple[Point, ...]
+
+    @property
+    def last(self) -> Point:
+        """The evaluation after training."""
+        return self.points[-1]
+
+
+@dataclass(frozen=True)
+class Method:
+    """The runs of one run file."""
+
+    name: str
+    runs: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values over seeds; the standard deviation is the sample's (n - 1), NaN for one seed."""
+
+    mean: float
+    std: float
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Band:
+    """A mean curve with the lowest and the highest seed beside it."""
+
+    cost: tuple[float, ...]
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What a mean curve had cost when it first met a target; NaN if it never did."""
+
+    cost: float
+    share: float
+    """Of the baseline's own cost; NaN where one of them is missing or the baseline's is 0."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Everything that is told about a method."""
+
+    method: Method
+    final: Spread
+    diversity: Spread
+    costs: dict[Axis, float]
+    """Of a whole run, the mean over seeds."""
+    at_budget: dict[Axis, Spread]
+    reach: dict[Axis, Reach]
+    bands: dict[Axis, Band]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Methods side by side; the first is the baseline."""
+
+    metric: str
+    budgets: dict[Axis, float]
+    """The largest cost that every run of every method reached."""
+    rows: tuple[Row, ...]
+
+
+def compare(metric: str, methods: Sequence[Method]) -> Comparison:
+    """All tables and curves of a comparison, from its evaluations."""
+    budgets: dict[Axis, float] = {axis: common_budget(methods, axis) for axis in AXES}
+    bands: list[dict[Axis, Band]] = [
+        {axis: band(method, axis) for axis in AXES} for method in methods
+    ]
+    target = bands[0]["trajectories"].mean[-1]
+    rows = [
+        Row(
+            method=method,
+            final=spread([run.last.value for run in method.runs]),
+            diversity=spread([run.last.diversity for run in method.runs]),
+            costs={axis: mine[axis].cost[-1] for axis in AXES},
+            at_budget={axis: at_budget(method, axis, budgets[axis]) for axis in AXES},
+            reach={axis: reach(mine[axis], bands[0][axis], target) for axis in AXES},
+            bands=mine,
+        )
+        for method, mine in zip(methods, bands, strict=True)
+    ]
+    return Comparison(metric, budgets, tuple(rows))
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Mean and sample standard deviation of what was measured."""
+    known = [value for value in values if math.isfinite(value)]
+    mean = float(np.mean(known)) if known else math.nan
+    std = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
+    return Spread(mean, std, tuple(values))
+
+
+def value_at(run: Curve, axis: Axis, budget: float) -> float:
+    """The value at a cost, linear between evaluations; NaN outside of what the run has spent."""
+    costs = [point.costs[axis] for point in run.points]
+    values = [point.value for point in run.points]
+    return float(np.interp(budget, costs, values, left=math.nan, right=math.nan))
+
+
+def common_budget(methods: Sequence[Method], axis: Axis) -> float:
+    """The largest cost that every run of every method reached."""
+    return min(run.last.costs[axis] for method in methods for run in method.runs)
+
+
+def at_budget(method: Method, axis: Axis, budget: float) -> Spread:
+    """Each run's value at a cost, over seeds."""
+    return spread([value_at(run, axis, budget) for run in method.runs])
+
+
+def band(method: Method, axis: Axis) -> Band:
+    """Mean value against mean cost at every step that all seeds evaluated.
+
+    Averaging at steps, not at costs, lets the curve end at the mean of the runs' final values
+    although their seconds differ.
+    """
+    steps = sorted(set.intersection(*({p.step for p in run.points} for run in method.runs)))
+    columns = [[p for run in method.runs for p in run.points if p.step == step] for step in steps]
+    return Band(
+        cost=tuple(float(np.mean([p.costs[axis] for p in column])) for column in columns),
+        mean=tuple(float(np.mean([p.value for p in column])) for column in columns),
+        low=tuple(min(p.value for p in column) for column in columns),
+        high=tuple(max(p.value for p in column) for column in columns),
+    )
+
+
+def reach(mine: Band, baseline: Band, target: float) -> Reach:
+    """Where a mean curve first meets the target, also as a share of the baseline's own cost."""
+    cost, own = first_reach(mine, target), first_reach(baseline, target)
+    return Reach(cost, cost / own if own > 0 else math.nan)
+
+
+def first_reach(curve: Band, target: float) -> float:
+    """The cost at which a mean curve is first at the target or above, linear between evaluations.
+
+    NaN if it never is.
+    """
+    previous: tuple[float, float] | None = None
+    for cost, value in zip(curve.cost, curve.mean, strict=True):
+        if value >= target - 1e-12:  # means of the same numbers may differ in the last bit
+            if previous is None or value <= target:
+                return cost
+            cost_before, value_before = previous
+            share = (target - value_before) / (value - value_before)
+            return cost_before + share * (cost - cost_before)
+        previous = cost, value
+    return math.nan
+
+
+def leads(comparison: Comparison, axis: Axis) -> list[bool]:
+    """Which methods have the highest mean at the common budget; several on a tie."""
+    means = [row.at_budget[axis].mean for row in comparison.rows]
+    return [mean >= max(means) - 1e-12 for mean in means]
+
+
+def methods_of(content: Mapping[str, Any]) -> list[Method]:
+    """The methods of a `compare.json`, to draw or tabulate them anew."""
+
+    def number(value: float | None) -> float:
+        return math.nan if value is None else float(value)
+
+    def curve(run: Mapping[str, Any]) -> Curve:
+        points = [
+            Point(p["step"], number(p["value"]), number(p["diversity"]), p["costs"])
+            for p in run["points"]
+        ]
+        return Curve(run["seed"], tuple(points))
+
+    return [
+        Method(row["method"]["name"], tuple(curve(run) for run in row["method"]["runs"]))
+        for row in content["rows"]
+    ]
