@@ -58,8 +58,6 @@ class Calibration:
     are of one sign, in the first iteration (default 1)."""
     floor: float = 1e-3
     """psi never falls below."""
-    initial: float = 0.7
-    """psi starts at initial sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with this eta."""
     ceiling: float | None = None
     """psi never rises above ceiling sqrt(sigma / (1 - sigma)). damped: default 1, a little above
     the 0.7 to 0.9 of published runs: where the reward does not see the noise, signs set no bound.
@@ -84,10 +82,6 @@ class Calibration:
                 f"calibration.threshold is {numbers['threshold']}; "
                 "the damped rule takes a share, above 0 and below 1"
             )
-        if not self.initial <= numbers.get("ceiling", math.inf):
-            raise ValueError(
-                f"calibration.initial is {self.initial}, above the ceiling {numbers['ceiling']}"
-            )
 
     def settings(self) -> dict[str, Any]:
         """All but the number of iterations, with the rule's own defaults filled in."""
@@ -97,7 +91,6 @@ class Calibration:
             "threshold": _THRESHOLD[self.rule] if self.threshold is None else self.threshold,
             "step": _STEP[self.rule] if self.step is None else self.step,
             "floor": self.floor,
-            "initial": self.initial,
             "ceiling": _CEILING[self.rule] if self.ceiling is None else self.ceiling,
         }
 
@@ -149,18 +142,21 @@ def calibrate(
     cfg: Calibration,
     gains: Gains,
     sigmas: Float[Tensor, "S"],
+    eta: float,
     path: Path,
     identity: Mapping[str, Any],
     writes: bool = True,
 ) -> History:
     """Move psi for the iterations that are left, writing the file after each of them.
 
+    psi starts at eta sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with that eta.
+
     On several processes all of them read the file, `gains` gathers, and one writes.
 
     Raises:
         ValueError: the file holds a calibration with other settings, or no calibration.
     """
-    history = _begin(cfg, sigmas, identity)
+    history = _begin(cfg, sigmas, eta, identity)
     if path.exists():
         history = _resumed(path, history, cfg.iterations)
     for i in range(len(history.iterations), cfg.iterations):
@@ -196,13 +192,15 @@ def read_calibration(path: Path) -> History:
         raise ValueError(f"{path} holds no calibration: {error}") from error
 
 
-def _begin(cfg: Calibration, sigmas: Float[Tensor, "S"], identity: Mapping[str, Any]) -> History:
+def _begin(
+    cfg: Calibration, sigmas: Float[Tensor, "S"], eta: float, identity: Mapping[str, Any]
+) -> History:
     """No iteration yet; everything as it reads back from JSON."""
     return History(
         settings=cfg.settings(),
-        identity=json.loads(json.dumps(dict(identity))),
+        identity=json.loads(json.dumps({**identity, "eta": eta})),
         sigmas=[round(sigma, 6) for sigma in sigmas.tolist()],
-        psi=initial_levels(sigmas.cpu(), cfg.initial).clamp(min=cfg.floor).tolist(),
+        psi=initial_levels(sigmas.cpu(), eta).clamp(min=cfg.floor).tolist(),
     )
 
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from flowalign import checkpoint
 from flowalign.config import ConfigError, Run, load
 from flowalign.console import table
+from flowalign.exploration import is_calibrating
 from flowalign.launch import relaunch
 from flowalign.learner import TrainingFailure
 from flowalign.plan import plan
@@ -234,11 +235,13 @@ def _plan(run_file: Run, world: int) -> dict[str, str]:
         raise ConfigError(str(error)) from error
 
 
-def _checkpoint_to_resume(folder: Path, resume: str) -> Path:
+def _checkpoint_to_resume(folder: Path, resume: str) -> Path | None:
     if resume != "latest":
         path = Path(resume)
     else:
         newest = checkpoint.latest(folder / "checkpoints")
+        if newest is None and is_calibrating(folder):
+            return None
         if newest is None:
             raise UsageError(f"nothing to resume: {folder / 'checkpoints'} holds no checkpoint")
         path = newest

@@ -12,14 +12,17 @@ from typing import Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
+from flowalign.calibration import Calibration
 from flowalign.checkpoint import Checkpoints
 from flowalign.data import read_prompts
 from flowalign.evaluate import Evaluation
+from flowalign.functional.transition import FlowSDE
 from flowalign.learner import Optimizer
 from flowalign.online import Online
 from flowalign.paths import bundled
 from flowalign.rewards import Rewards
 from flowalign.types import Policy, RewardModel
+from flowalign.windows import AllButLast, Fixed
 
 
 class ConfigError(ValueError):
@@ -57,6 +60,9 @@ class Run:
     num_steps: int
     """Steps of the loop: rollouts, each with its updates."""
     recipe: Online
+    calibration: Calibration | None = None
+    """Find the noise level of every step before the first one (DenseGRPO); sampling.eta is where
+    it starts, of the kernel FlowSDE."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     ema: Ema | None = field(default_factory=Ema)
     evaluation: Evaluation | None = None
@@ -77,10 +83,27 @@ class Run:
             raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
         if self.device == "cpu" and self.policy.precision == "fp16":
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
+        if self.calibration:
+            _check_calibration(self.recipe)
         Rewards(self.rewards, self.reward_weights)
         read_prompts(self.prompts)
         if self.evaluation:
             self.evaluation.items()
+
+
+def _check_calibration(recipe: Online) -> None:
+    """Whether it is known where a calibration begins, and which steps it is about."""
+    sampling = recipe.sampling
+    if isinstance(sampling.eta, list) or not isinstance(sampling.kernel, FlowSDE):
+        raise ValueError(
+            "calibration starts at one level of the kernel FlowSDE: "
+            "set recipe.sampling.eta to a number and its kernel to FlowSDE"
+        )
+    if not isinstance(sampling.window, AllButLast | Fixed):
+        raise ValueError(
+            "calibration needs the same stochastic steps in every iteration: "
+            "set recipe.sampling.window to AllButLast or Fixed"
+        )
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> tuple[Run, str]:

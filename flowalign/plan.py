@@ -49,6 +49,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "transitions trained per step": f"{recipe.prompts_per_step * int(blank.trained.sum())}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards)}",
+        **_calibration(run, window, per_velocity),
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         "samples in the whole run": f"{samples * run.num_steps}",
         "denoiser parameters": f"{model.parameters:,}",
@@ -74,6 +75,21 @@ def evaluations(recipe: Online, window: Sequence[int], per_velocity: int = 1) ->
         "completing": sum(finishing),
         "training": training,
         "reference": training if recipe.algorithm.needs_reference else 0,
+    }
+
+
+def _calibration(run: Run, window: Sequence[int], per_velocity: int) -> dict[str, str]:
+    """What the search for noise levels costs, all iterations together."""
+    cfg, num_steps, how = run.calibration, run.recipe.sampling.num_steps, run.recipe.completion
+    if cfg is None:
+        return {}
+    ks = {*window, *(k + 1 for k in window)}
+    each = num_steps + sum(how.num_evaluations(k, num_steps) for k in ks)
+    samples = cfg.iterations * cfg.num_samples
+    return {
+        "calibration": f"{samples} trajectories, {samples * each * per_velocity} network "
+        f"evaluations, {samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards)} "
+        "reward calls"
     }
 
 

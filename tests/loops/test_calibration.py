@@ -48,14 +48,14 @@ class Gains:
 
 def test_levels_are_found_step_by_step(tmp_path):
     large = cfg(num_samples=2000, iterations=40)
-    history = calibrate(large, Gains(2000), SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(large, Gains(2000), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     assert_close(torch.tensor(history.psi[:3], dtype=torch.float64), ROOTS[:3], rtol=0.03, atol=0)
 
 
 def test_the_rate_of_the_damped_rule_falls_with_the_iteration(tmp_path):
     """All gains lost: log psi falls by (1 - .2) / (1 + i / 10)."""
     lost = Gains(broken=lambda gains, iteration: -gains.abs())
-    rows = calibrate(cfg(), lost, SIGMAS, tmp_path / "psi.json", IDENTITY).iterations
+    rows = calibrate(cfg(), lost, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY).iterations
     psi = torch.tensor([row.psi[:3] for row in rows], dtype=torch.float64)
     expected = -0.8 / (1 + torch.arange(5, dtype=torch.float64) / 10)
     assert_close(psi.log().diff(dim=0), expected[:, None].expand(-1, 3))
@@ -63,7 +63,7 @@ def test_the_rate_of_the_damped_rule_falls_with_the_iteration(tmp_path):
 
 @pytest.mark.parametrize("rule", ["damped", "paper"])
 def test_a_step_that_is_never_stochastic_keeps_its_initial_level(tmp_path, rule):
-    history = calibrate(cfg(rule=rule), Gains(), SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(cfg(rule=rule), Gains(), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     initial = initial_levels(SIGMAS, 0.7).tolist()
     assert history.psi[-1] == initial[-1]
     assert all(a != b for a, b in zip(history.psi[:-1], initial[:-1], strict=True))
@@ -78,7 +78,7 @@ def test_failed_rewards_count_on_no_side_and_a_step_without_any_reward_stays(tmp
             gains[:, 2] = math.nan
         return gains
 
-    history = calibrate(cfg(), Gains(broken=broken), SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(cfg(), Gains(broken=broken), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     rows = history.iterations
     assert {row.valid[0] for row in rows} == {26}
     assert {row.ties[1] for row in rows} == {5}
@@ -89,7 +89,7 @@ def test_failed_rewards_count_on_no_side_and_a_step_without_any_reward_stays(tmp
 @pytest.mark.parametrize(("rule", "step"), [("damped", 1.0), ("paper", 0.2)])
 def test_the_floor_holds_from_the_start(tmp_path, rule, step):
     high = cfg(rule=rule, step=step, floor=1.1, iterations=10)
-    history = calibrate(high, Gains(), SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(high, Gains(), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     assert min(min(row.psi) for row in history.iterations) == 1.1
     assert history.psi[2] == 1.1
 
@@ -99,7 +99,7 @@ def test_the_ceiling_holds_where_noise_never_hurts(tmp_path, rule, step):
     """All ties: the damped rule rises by its tolerance, the paper's by its step."""
     blind = Gains(broken=lambda gains, iteration: gains * 0)
     capped = cfg(rule=rule, step=step, ceiling=0.9, iterations=10)
-    history = calibrate(capped, blind, SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(capped, blind, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     expected = [*initial_levels(SIGMAS, 0.9).tolist()[:3], initial_levels(SIGMAS, 0.7).tolist()[3]]
     assert history.psi == expected
 
@@ -109,13 +109,13 @@ def test_the_ceiling_holds_where_noise_never_hurts(tmp_path, rule, step):
 
 def test_the_file_says_what_made_it(tmp_path):
     file = tmp_path / "new" / "psi.json"
-    history = calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY)
+    history = calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
     content = json.loads(file.read_text())
     assert content["settings"] == {
         "rule": "damped", "num_samples": 30, "threshold": 0.2, "step": 1.0, "floor": 0.001,
-        "initial": 0.7, "ceiling": 1.0,
+        "ceiling": 1.0,
     }  # fmt: skip
-    assert content["identity"] == {"seed": 3, "model": "m", "window": [0, 3]}
+    assert content["identity"] == {"seed": 3, "model": "m", "window": [0, 3], "eta": 0.7}
     assert content["sigmas"] == [1.0, 0.9, 0.7, 0.3, 0.0]
     assert content["psi"] == history.psi
     first = content["iterations"][0]
@@ -127,7 +127,7 @@ def test_the_file_says_what_made_it(tmp_path):
 
 def test_the_same_settings_make_the_same_file(tmp_path):
     for name in ("a", "b"):
-        calibrate(cfg(), Gains(), SIGMAS, tmp_path / name, IDENTITY)
+        calibrate(cfg(), Gains(), SIGMAS, 0.7, tmp_path / name, IDENTITY)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -135,27 +135,27 @@ def test_the_same_settings_make_the_same_file(tmp_path):
 @pytest.mark.parametrize("killed", [1, 4])
 def test_a_killed_calibration_goes_on_bit_for_bit(tmp_path, rule, killed):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    calibrate(cfg(rule=rule), Gains(), SIGMAS, whole, IDENTITY)
+    calibrate(cfg(rule=rule), Gains(), SIGMAS, 0.7, whole, IDENTITY)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(cfg(rule=rule), Gains(stop_at=killed), SIGMAS, parts, IDENTITY)
+        calibrate(cfg(rule=rule), Gains(stop_at=killed), SIGMAS, 0.7, parts, IDENTITY)
     assert len(read_calibration(parts).iterations) == killed
     rest = Gains()
-    calibrate(cfg(rule=rule), rest, SIGMAS, parts, IDENTITY)
+    calibrate(cfg(rule=rule), rest, SIGMAS, 0.7, parts, IDENTITY)
     assert rest.asked == list(range(killed, 6))
     assert parts.read_bytes() == whole.read_bytes()
 
 
 def test_a_finished_calibration_is_read_and_can_be_lengthened(tmp_path):
     file, longer = tmp_path / "psi.json", tmp_path / "longer.json"
-    history = calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY)
+    history = calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
     again = Gains()
-    assert calibrate(cfg(), again, SIGMAS, file, IDENTITY) == history
+    assert calibrate(cfg(), again, SIGMAS, 0.7, file, IDENTITY) == history
     assert again.asked == []
-    calibrate(cfg(iterations=9), Gains(), SIGMAS, file, IDENTITY)
-    calibrate(cfg(iterations=9), Gains(), SIGMAS, longer, IDENTITY)
+    calibrate(cfg(iterations=9), Gains(), SIGMAS, 0.7, file, IDENTITY)
+    calibrate(cfg(iterations=9), Gains(), SIGMAS, 0.7, longer, IDENTITY)
     assert file.read_bytes() == longer.read_bytes()
     with pytest.raises(ValueError, match=r"iterations is 6, but .* already holds 9"):
-        calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY)
+        calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
 
 
 @pytest.mark.parametrize(
@@ -173,10 +173,10 @@ def test_a_file_with_other_settings_is_refused_and_kept(
     tmp_path, changes, sigmas, identity, message
 ):
     file, asked = tmp_path / "psi.json", Gains()
-    calibrate(cfg(iterations=1), Gains(), SIGMAS, file, IDENTITY)
+    calibrate(cfg(iterations=1), Gains(), SIGMAS, 0.7, file, IDENTITY)
     before = file.read_bytes()
     with pytest.raises(ValueError, match=message):
-        calibrate(cfg(**changes), asked, sigmas, file, identity)
+        calibrate(cfg(**changes), asked, sigmas, 0.7, file, identity)
     assert asked.asked == []
     assert file.read_bytes() == before
 
@@ -186,14 +186,14 @@ def test_a_file_that_holds_no_calibration_is_refused(tmp_path, text):
     file = tmp_path / "psi.json"
     file.write_text(text)
     with pytest.raises(ValueError, match=r"psi\.json holds no calibration"):
-        calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY)
+        calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
 
 
 def test_only_one_process_writes(tmp_path):
     file = tmp_path / "psi.json"
-    other = calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY, writes=False)
+    other = calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY, writes=False)
     assert not file.exists()
-    assert other == calibrate(cfg(), Gains(), SIGMAS, file, IDENTITY)
+    assert other == calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
 
 
 # Settings and draws -------------------------------------------------------------------------------
@@ -208,10 +208,8 @@ def test_only_one_process_writes(tmp_path):
         ({"threshold": 1.0}, r"threshold is 1\.0; the damped rule takes a share"),
         ({"step": -0.1}, r"step is -0\.1; it must be finite and above 0"),
         ({"floor": 0.0}, r"floor is 0\.0; it must be finite and above 0"),
-        ({"initial": math.nan}, r"initial is nan; it must be finite and above 0"),
-        ({"initial": 1.5}, r"initial is 1\.5, above the ceiling 1\.0"),
+        ({"ceiling": math.inf}, r"ceiling is inf; it must be finite and above 0"),
         ({"ceiling": -1.0}, r"ceiling is -1\.0; it must be finite and above 0"),
-        ({"initial": math.inf}, r"initial is inf; it must be finite and above 0"),
     ],
 )
 def test_settings_that_cannot_be_used_are_refused(changes, message):
@@ -252,7 +250,7 @@ def test_every_sample_has_its_own_prompt_and_noise():
 
 @pytest.mark.parametrize(("rule", "aim"), [("damped", {"aim 40%"}), ("paper", set())])
 def test_the_picture_names_its_axes_and_its_lines(tmp_path, rule, aim):
-    history = calibrate(cfg(rule=rule), Gains(), SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(cfg(rule=rule), Gains(), SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     address = draw_calibration(history, tmp_path / "psi.png")
     drawing = base64.b64decode(address.removeprefix("data:image/svg+xml;base64,")).decode()
     words = set(re.findall("<!-- (.*?) -->", drawing))
@@ -264,6 +262,6 @@ def test_the_picture_names_its_axes_and_its_lines(tmp_path, rule, aim):
 
 def test_a_calibration_without_gains_has_no_picture(tmp_path):
     nothing = Gains(broken=lambda gains, iteration: gains * math.nan)
-    history = calibrate(cfg(), nothing, SIGMAS, tmp_path / "psi.json", IDENTITY)
+    history = calibrate(cfg(), nothing, SIGMAS, 0.7, tmp_path / "psi.json", IDENTITY)
     with pytest.raises(ValueError, match="6 iterations without gains"):
         draw_calibration(history)
