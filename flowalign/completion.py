@@ -112,7 +112,7 @@ def asked_states(
                         f"{type(credit).__name__} asks for the value of state {k}; "
                         f"there are states 0 to {blank.num_steps}"
                     )
-            asked.update((k, how_these or how) for k in ks)
+            asked.update((k, how_these or how if k < blank.num_steps else how) for k in ks)
             return torch.zeros(len(blank.logp), len(ks), 1)
 
     earned = credit(blank, Asked())

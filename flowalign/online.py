@@ -7,9 +7,10 @@ trajectory.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
+from flowalign.chunks import arranged, with_log_ratios
 from flowalign.completion import Tail, asked_states, complete
 from flowalign.credit.outcome import Outcome
 from flowalign.data import Prompts
@@ -24,7 +26,7 @@ from flowalign.functional.advantage import Combine, Scale, advantages, zero_spre
 from flowalign.functional.tail import Completion
 from flowalign.functional.weight import StepWeight, step_weights
 from flowalign.learner import Learner
-from flowalign.minibatches import Rollout, minibatches, paired, parts
+from flowalign.minibatches import Rollout, minibatches, parts
 from flowalign.reference import unguided
 from flowalign.rewards import OnFailure, Rewards, StateValues, surviving
 from flowalign.rollout import Sampling, blank, sample
@@ -92,6 +94,15 @@ class Online:
         return asked
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What this rank has sampled, valued and earned in one step, before it is learned from."""
+
+    batch: Rollout
+    earned: StepCredit
+    values: StateValues
+
+
 def train_online(
     cfg: Online,
     learner: Learner,
@@ -99,17 +110,20 @@ def train_online(
     prompts: Prompts,
     seed: int,
     steps: Iterable[int],
+    observe: Callable[[int, Judged], None] | None = None,
 ) -> Iterator[dict[str, float]]:
     """Run the given steps of the loop, yielding the metrics of each.
 
-    The caller owns logging, evaluation and checkpoints: they happen between two yields.
+    The caller owns logging, evaluation and checkpoints: they happen between two yields. `observe`
+    is shown each step before its update; what it does counts as time of the reward stage.
     """
     checks = gates.Checks(cfg.algorithm, learner, cfg.on_failed_check)
     for step in steps:
         start = time.perf_counter()
         trajectory = rollout(cfg, learner, prompts.batch(step, cfg.prompts_per_step), seed, step)
         sampled = time.perf_counter()
-        batch, metrics = judge(cfg, learner, rewards, trajectory)
+        look = partial(observe, step) if observe else None
+        batch, metrics = judge(cfg, learner, rewards, trajectory, look)
         judged = time.perf_counter()
         checks.before_update(minibatches(batch, torch.arange(len(batch.mask)), cfg.micro_batch))
         checked = time.perf_counter()
@@ -146,7 +160,11 @@ def rollout(
 
 
 def judge(
-    cfg: Online, learner: Learner, rewards: Rewards, trajectory: Trajectory
+    cfg: Online,
+    learner: Learner,
+    rewards: Rewards,
+    trajectory: Trajectory,
+    look: Callable[[Judged], None] | None = None,
 ) -> tuple[Rollout, dict[str, float]]:
     """Value the states that the credit method asks for, and compare transitions over all ranks."""
     size = cfg.sampling.micro_batch
@@ -176,8 +194,10 @@ def judge(
         everyone=gathered.mask,
         first=first,
     )
-    batch = paired(batch, learner.processes) if cfg.algorithm.pairs else batch
+    batch = arranged(batch, cfg.algorithm, learner.processes)
     final = learner.processes.gather(values([trajectory.num_steps])[:, 0])
+    if look:
+        look(Judged(batch, earned, values))
     return batch, _reward_metrics(rewards, final, gathered, advantage)
 
 
@@ -200,13 +220,15 @@ def update(cfg: Online, learner: Learner, batch: Rollout, seed: int, step: int) 
     """Make the updates of one step; returns their metrics, averaged over transitions and ranks."""
     totals: dict[str, Tensor] = {}
     metrics: dict[str, float] = {}
-    num_parts = cfg.updates_per_step * cfg.epochs_per_step
+    num_parts, sampled_with = cfg.updates_per_step * cfg.epochs_per_step, learner.num_updates
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.everyone[part].sum())
             mine = (
                 part[(part >= batch.first) & (part < batch.first + len(batch.mask))] - batch.first
             )
+            if batch.chunk is not None and learner.num_updates > sampled_with:
+                batch = with_log_ratios(batch, mine, learner.policy, cfg.micro_batch)
             for minibatch in minibatches(batch, mine, cfg.micro_batch):
                 loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
                 share = len(minibatch.x) / num_trained

@@ -16,17 +16,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     sampling = run.recipe.sampling
     samples = run.recipe.prompts_per_step * sampling.samples_per_prompt
     window = sampling.window.steps(sampling.num_steps, 0, generator(run.seed, "window", 0))
-    if run.recipe.prompts_per_step < world:
-        raise ValueError(
-            f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, "
-            f"fewer than the {world} processes"
-        )
-    if run.evaluation and len(run.evaluation.items()) < world:
-        raise ValueError(
-            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
-        )
-    if run.recipe.completion.guidance == "off":
-        unguided(run.policy)
+    _check(run, world)
     recipe, per_velocity = run.recipe, run.policy.evaluations_per_velocity
     cost = {
         name: count * recipe.prompts_per_step
@@ -56,6 +46,23 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
         "memory, about": memory(run, model, samples // world),
     }
+
+
+def _check(run: Run, world: int) -> None:
+    """What a run needs beyond a run file that can be read."""
+    if run.recipe.prompts_per_step < world:
+        raise ValueError(
+            f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, "
+            f"fewer than the {world} processes"
+        )
+    if run.evaluation and len(run.evaluation.items()) < world:
+        raise ValueError(
+            f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
+        )
+    if run.recipe.completion.guidance == "off":
+        unguided(run.policy)
+    if run.recipe.completion.weights == "ema" and run.ema is None:
+        raise ValueError("recipe.completion.weights is ema, but ema is null; set ema, or policy")
 
 
 def evaluations(recipe: Online, window: Sequence[int], per_velocity: int = 1) -> dict[str, int]:

@@ -4,6 +4,7 @@ Whatever is missing (no evaluation, no pictures, a run that is still going) leav
 page out.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -18,6 +19,8 @@ import jinja2
 import numpy as np
 from PIL import Image
 
+from flowalign.calibration import read_calibration
+from flowalign.calibration_chart import draw_calibration
 from flowalign.charts import Lines, chart, data_address, num_smoothed, panels
 from flowalign.console import duration
 from flowalign.tracking import read_metrics
@@ -26,6 +29,8 @@ PADDING = 2
 """Pixels around every picture of a grid."""
 _SMALL, _LARGEST = 128, 320
 """Sides in pixels: up to the first a picture is kept as it is, above the second it is reduced."""
+_WIDEST, _HEAVIEST = 1600, 500_000
+"""Pixels across, to which a picture with text is reduced, and bytes at which it becomes JPEG."""
 _HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
 _CHECKS = {
     "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
@@ -73,6 +78,8 @@ def write_report(folder: Path) -> Path:
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
         panels=[(panel, chart(panel)) for panel in panels(series)],
         samples=samples(folder / "samples"),
+        credit=credit(folder / "credit"),
+        calibration=calibration(folder / "calibration.json"),
         checks=checks(series),
         changes=changes,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
@@ -214,6 +221,38 @@ def _addresses(pictures: Sequence[Image.Image]) -> list[str]:
             picture.save(content, "JPEG", quality=88)
         addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
     return addresses
+
+
+def credit(folder: Path) -> dict[str, Any]:
+    """The pictures of what denoising steps have earned, of the first and the last step with one."""
+    records = {png: _json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))}
+    found = [png for png, record in records.items() if record]
+    shown = []
+    for png in dict.fromkeys([*found[:1], *found[-1:]]):
+        with contextlib.suppress(OSError), Image.open(png) as picture:
+            shown.append((records[png], *_page(picture.convert("RGB"))))
+    return {"pictures": shown, "branches": shown[0][0]["origin"] is not None} if shown else {}
+
+
+def _page(picture: Image.Image) -> tuple[str, int]:
+    """A picture with text as an address, and the width in pixels at which the text is legible."""
+    width = round(picture.width / 1.5)
+    picture.thumbnail((_WIDEST, 3 * _WIDEST))
+    content = io.BytesIO()
+    picture.save(content, "PNG", optimize=True)
+    if content.tell() < _HEAVIEST:
+        return data_address("png", content.getvalue()), width
+    content = io.BytesIO()
+    picture.save(content, "JPEG", quality=90)
+    return data_address("jpeg", content.getvalue()), width
+
+
+def calibration(file: Path) -> str:
+    """The picture of the noise levels as an address; empty where none were calibrated."""
+    try:
+        return draw_calibration(read_calibration(file))
+    except ValueError:
+        return ""
 
 
 def checks(series: Lines) -> list[dict[str, str]]:

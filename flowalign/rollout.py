@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowalign.branching import Branching, Chain, Layout, layout
 from flowalign.completion import Tail, Tails, velocity
+from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
 from flowalign.types import Policy, Trajectory
 from flowalign.windows import AllButLast, Window
@@ -34,6 +35,8 @@ class Sampling:
     tree. 1: all share it (DanceGRPO, MixGRPO). TempFlow-GRPO: 4."""
     branching: Branching = field(default_factory=Chain)
     """How samples of one initial noise come apart."""
+    merge: float | None = None
+    """Make the one SDE step so long that exp(entropy per element) reaches this. E-GRPO: 2.2."""
     state_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What states are stored in; states are rounded to it before their log-probability is taken."""
     micro_batch: int = 64
@@ -56,6 +59,11 @@ class Sampling:
 
     def layout(self, steps: Sequence[int]) -> Layout:
         """The samples of one prompt, stochastic in `steps`. ValueError where they do not fit."""
+        if self.merge is not None and len(steps) != 1:
+            raise ValueError(
+                f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
+                "set it to null, or recipe.sampling.window to one of size 1"
+            )
         eta = torch.zeros(self.num_steps)
         eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
         seeds = self.seeds_per_prompt
@@ -86,6 +94,10 @@ def sample(
     """
     x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
     trajectory = blank(cfg, steps, prompts, x, policy.schedule(cfg.num_steps))
+    if cfg.merge is not None:
+        eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
+        sigmas = merged_schedule(cfg.kernel, trajectory.sigmas, k, eta, cfg.merge)
+        trajectory = replace(trajectory, sigmas=sigmas)
     trajectory = replace(trajectory, cond=policy.encode(prompts))
     states, eta, device = trajectory.states, trajectory.eta, x.device
     states[:, 0] = x[trajectory.places(0).to(device)]

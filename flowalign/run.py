@@ -17,9 +17,11 @@ from flowalign import checkpoint
 from flowalign.config import Run
 from flowalign.console import Progress
 from flowalign.costs import Costs
+from flowalign.credit_picture import CreditPictures, worth_a_picture
 from flowalign.data import Prompts, read_prompts
 from flowalign.distributed import Processes, join
 from flowalign.evaluate import Evaluated, evaluate, save_grid
+from flowalign.exploration import calibrated, is_calibrating
 from flowalign.learner import Learner, TrainingFailure
 from flowalign.online import train_online
 from flowalign.paths import write_text
@@ -62,7 +64,8 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
         torch.set_num_threads(run.threads)
     processes = join(run.device)
     folder = Path(run.output_dir)
-    if resume is None and folder.exists() and any(folder.iterdir()):
+    begun = folder.exists() and any(folder.iterdir())
+    if resume is None and begun and not is_calibrating(folder):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
             "Add --resume to go on with it, --overwrite to replace it, "
@@ -96,10 +99,15 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
     )
     if not resume:
         session.started = time.perf_counter()  # the evaluation before training has cost nothing
+    recipe = calibrated(run, session.learner, session.rewards, session.folder, session.say)
+    if not resume:
         session.before = _evaluate(session, tracker, 0)
     steps = range(first, run.num_steps)
     prompts = Prompts(read_prompts(run.prompts), run.seed)
-    loop = train_online(run.recipe, session.learner, session.rewards, prompts, run.seed, steps)
+    pictures = _pictures(session)
+    loop = train_online(
+        recipe, session.learner, session.rewards, prompts, run.seed, steps, pictures
+    )
     after, status, done = None, "finished", first
     with (
         _stop_on_ctrl_c() as stop,
@@ -108,6 +116,7 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
         for step, metrics in zip(steps, loop, strict=True):
             done = step + 1
             _show(session, tracker, progress, step, metrics | _costs_so_far(session))
+            session.started += pictures.write() if pictures else 0.0
             if done == run.num_steps:
                 break
             after = _between_steps(session, tracker, done)
@@ -122,6 +131,15 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
     summary = _summary(session, done, after, seconds, status)
     _close(session.folder, tracker, summary)
     return summary
+
+
+def _pictures(session: Session) -> CreditPictures | None:
+    """On the main process, where the credit method has more to tell than the outcome."""
+    run, credit = session.run, session.run.recipe.credit
+    if not session.processes.is_main or not worth_a_picture(credit, run.recipe.sampling.branching):
+        return None
+    every = run.evaluation.every if run.evaluation else 0
+    return CreditPictures(session.folder / "credit", credit, run.num_steps, every)
 
 
 def _show(

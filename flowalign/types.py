@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from flowalign.functional.chunk import Chunk
 from flowalign.functional.tail import Completion
 from flowalign.functional.transition import Gaussian, Kernel, transition
 from flowalign.reward_types import MediaBatch, RewardModel, RewardOutput, RewardSpec
@@ -116,6 +117,8 @@ class Minibatch:
     cond: Cond
     mean_old: Float[Tensor, "n *latent"] | None = None
     """Mean of the transition under the policy that sampled it, for losses that declare the need."""
+    chunk: Chunk | None = None
+    """The rest of each transition's chunk, for losses that declare chunks."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
@@ -245,6 +248,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def pairs(self) -> bool:
         """Whether a minibatch holds pairs: winners, then as many losers."""
+
+    @property
+    @abstractmethod
+    def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
+        """Numbers of steps whose ratios are taken together, from the first on; see `GRPO`."""
 
     @property
     @abstractmethod

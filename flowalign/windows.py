@@ -108,6 +108,51 @@ class Sliding(Window):
         return _inside(start, start + self.size, num_steps)
 
 
+@dataclass(frozen=True)
+class Geometric(Window):
+    """`size` consecutive steps, starting at i with probability proportional to ratio^i.
+
+    Source: TreeGRPO, arXiv:2512.08153, size 3 and ratio 0.5.
+    """
+
+    size: int = 3
+    ratio: float = 0.5
+
+    @override
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """One draw among the starts that leave the last step an ODE step."""
+        if not 0 < self.ratio <= 1:
+            raise ValueError(f"geometric window with ratio {self.ratio}; it must lie in (0, 1]")
+        _inside(0, self.size, num_steps - 1)
+        chance = self.ratio ** torch.arange(num_steps - self.size, dtype=torch.float64)
+        start = int(torch.multinomial(chance, 1, generator=generator))
+        return _inside(start, start + self.size, num_steps)
+
+
+@dataclass(frozen=True)
+class Backward(Window):
+    """The last steps, `first` of them in the beginning and one more every `every` iterations.
+
+    The very last step, whose noise would reach the picture, is counted but stays an ODE step.
+
+    Source: B2-DiffuRL, arXiv:2503.11240: of 20 steps the last 14, growing to all in 100 stages.
+    """
+
+    first: int = 14
+    every: int = 14
+
+    @override
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        """The window of this iteration."""
+        if self.every < 1 or not 2 <= self.first <= num_steps:
+            raise ValueError(
+                f"backward window with first {self.first}, every {self.every}: "
+                f"first must lie in [2, {num_steps}], every be at least 1"
+            )
+        size = min(self.first + iteration // self.every, num_steps)
+        return _inside(num_steps - size, num_steps - 1, num_steps)
+
+
 def _inside(start: int, stop: int, num_steps: int) -> tuple[int, ...]:
     if not 0 <= start < stop <= num_steps:
         raise ValueError(

@@ -131,7 +131,8 @@ class DiffusersPolicy(Policy):
     ) -> int:
         """About 34 values per token, layer and channel; one layer where they are recomputed."""
         width = transformer["num_attention_heads"] * transformer["attention_head_dim"]
-        layers = 1 if self.gradient_checkpointing else transformer["num_layers"]
+        layers = transformer["num_layers"] + transformer.get("num_single_layers", 0)
+        layers = 1 if self.gradient_checkpointing else layers
         tokens = self.num_tokens(latent_shape, transformer)
         return 34 * tokens * width * layers * DTYPES[self.precision].itemsize
 

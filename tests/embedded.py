@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from pipelines.base import DiffusersPolicy
 from pipelines.sd3 import SD3
 from pipelines.weights import Lora
 
@@ -21,7 +22,7 @@ def new_sd3(**changes: Any) -> SD3:
     return policy
 
 
-def move(policy: SD3, size: float = 0.05) -> None:
+def move(policy: DiffusersPolicy, size: float = 0.05) -> None:
     """Change every trained parameter, differently."""
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

@@ -3,6 +3,7 @@
 Source: Flow-GRPO, arXiv:2505.05470v5; the ratio averages the log-probability over latent elements.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.algorithms.surrogates import PPOClip, Surrogate
+from flowalign.functional.chunk import chunk_log_ratio
 from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, latent_mse
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
@@ -26,6 +28,23 @@ class GRPO(PolicyLoss):
     surrogate: Surrogate = field(default_factory=PPOClip)
     kl_coef: float = 0.0
     kl: KL = "gaussian_no_dt"
+    chunk_sizes: Sequence[int] | Literal["latent_change"] | None = None
+    """Runs of steps, from the first on, whose ratios count as one, their geometric mean. GCPO,
+    arXiv:2510.21583: 2, 3, 4, 7 of 16 steps. latent_change: found in each rollout."""
+
+    def __post_init__(self) -> None:
+        """Refuse chunks that are none, and trust regions that look at more than the ratio."""
+        if self.chunk_sizes is None:
+            return
+        if self.surrogate.needs_mean_old:
+            raise ValueError(
+                f"algorithm.chunk_sizes is {self.chunk_sizes}, but {type(self.surrogate).__name__} "
+                "looks at the means of single steps; choose PPOClip, LogHinge or RewardClip"
+            )
+        if self.chunk_sizes != "latent_change" and min(self.chunk_sizes, default=0) < 1:
+            raise ValueError(
+                f"algorithm.chunk_sizes is {list(self.chunk_sizes)}; sizes must be at least 1"
+            )
 
     @property
     def needs_reference(self) -> bool:
@@ -38,6 +57,16 @@ class GRPO(PolicyLoss):
         return self.surrogate.needs_mean_old
 
     @property
+    def pairs(self) -> bool:
+        """Transitions are compared by their advantages before they get here."""
+        return False
+
+    @property
+    def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
+        """The chunk sizes."""
+        return self.chunk_sizes
+
+    @property
     def clip(self) -> float:
         """As the surrogate says."""
         return self.surrogate.clip
@@ -48,6 +77,8 @@ class GRPO(PolicyLoss):
         """Mean loss over the minibatch, and detached scalars for the log."""
         current = batch.transition(policy)
         log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
+        if batch.chunk:
+            log_ratio = chunk_log_ratio(log_ratio, batch.chunk)
         per_sample, seen = self.surrogate(log_ratio, current, batch)
         loss = (batch.weight * per_sample).mean()
         stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {

@@ -1,7 +1,7 @@
 """Trust regions of the GRPO family: what a transition adds, given how far the policy has moved."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from jaxtyping import Float
@@ -14,8 +14,10 @@ from flowalign.functional.surrogate import (
     log_hinge,
     ppo_clip,
     ratio_norm,
+    reward_clip,
+    travelled_mse,
 )
-from flowalign.functional.transition import Gaussian
+from flowalign.functional.transition import Gaussian, mean_sensitivity
 from flowalign.types import Minibatch
 
 
@@ -102,3 +104,72 @@ class DivergenceMask(Surrogate):
         divergence = gaussian_kl(current, Gaussian(batch.required_mean_old, current.std)).detach()
         keep = divergence_mask(log_ratio.detach(), batch.advantage, divergence, self.clip)
         return -(keep * log_ratio.exp() * batch.advantage), log_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardClip(Surrogate):
+    """PPO clip whose range grows with the size of the advantage, from `low` to `clip`.
+
+    No defaults, as the published values are not known to us. Source: Dynamic-TreeRPO,
+    arXiv:2509.23352v3, our reconstruction: see `reward_clip`.
+    """
+
+    low: float
+    """Range at advantage 0."""
+    clip: float
+    """Range that large advantages approach."""
+    sensitivity: float
+    needs_mean_old: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Refuse a range that shrinks."""
+        if not (0 < self.low <= self.clip and self.sensitivity > 0):
+            raise ValueError(
+                f"surrogate.low {self.low}, clip {self.clip}, sensitivity {self.sensitivity}: "
+                "need 0 < low <= clip and sensitivity > 0"
+            )
+
+    @override
+    def __call__(
+        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
+    ) -> tuple[Tensor, Tensor]:
+        """PPO clip at `reward_clip`."""
+        clip = reward_clip(batch.advantage, self.low, self.clip, self.sensitivity)
+        return ppo_clip(log_ratio, batch.advantage, clip), log_ratio
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerTuning(Surrogate):
+    """Another surrogate, plus coef * max(A, 0) * mean((v - v_travelled)^2).
+
+    Good transitions are also learned by heart, the better the more. Source: Dynamic-TreeRPO,
+    arXiv:2509.23352v3, known to us from reviews only: there the target is the velocity of the best
+    path of a group. The weight max(A, 0) is our reconstruction.
+    """
+
+    surrogate: Surrogate
+    coef: float
+    """No default, as the published value is not known to us."""
+    clip: float = field(init=False)
+    needs_mean_old: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Take the clip of the other surrogate."""
+        if self.surrogate.needs_mean_old:
+            raise ValueError(
+                f"surrogate.surrogate is {type(self.surrogate).__name__}; "
+                "choose PPOClip, LogHinge or RewardClip"
+            )
+        if not self.coef > 0:
+            raise ValueError(f"surrogate.coef is {self.coef}; it must be above 0")
+        object.__setattr__(self, "clip", self.surrogate.clip)
+
+    @override
+    def __call__(
+        self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of both."""
+        loss, seen = self.surrogate(log_ratio, current, batch)
+        kappa = mean_sensitivity(batch.kernel, batch.sigmas, batch.k, batch.eta)
+        away = travelled_mse(current.mean, batch.x_next.float(), kappa)
+        return loss + self.coef * batch.advantage.clamp(min=0) * away, seen

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
@@ -26,9 +27,16 @@ def stochastic_steps(trajectory: Trajectory) -> list[int]:
 
 
 def step_credit(
-    trajectory: Trajectory, steps: Sequence[int], earned: Float[Tensor, "B n R"]
+    trajectory: Trajectory,
+    steps: Sequence[int],
+    earned: Float[Tensor, "B n R"],
+    marked: Bool[Tensor, "B n"] | None = None,
 ) -> StepCredit:
-    """Credit of the given steps; the others earn 0 and are not trained."""
+    """Credit of the given steps, some marked; the others earn 0 and are not trained."""
     value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
     value[:, list(steps)] = earned
-    return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained)
+    everywhere = None
+    if marked is not None:
+        everywhere = torch.zeros(value.shape[:2], dtype=torch.bool)
+        everywhere[:, list(steps)] = marked
+    return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained, marked=everywhere)

@@ -99,7 +99,8 @@ class TurningPoint(CreditEstimator):
         turning = turning_points(v, self.constraint, self.first_step, self.dead_zone)
         if self.balance:
             turning = balanced(turning, v, trajectory.group_size)
-        return step_credit(trajectory, steps, turning_point_credit(v, turning))
+        marked = (turning > 0).any(-1)
+        return step_credit(trajectory, steps, turning_point_credit(v, turning), marked)
 
 
 def _trend(change: Tensor, dead_zone: float) -> Tensor:

@@ -8,15 +8,41 @@ from flowalign.functional.transition import Gaussian
 
 
 def ppo_clip(
-    log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float
+    log_ratio: Float[Tensor, "n"],
+    advantage: Float[Tensor, "n"],
+    clip: float | Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
     """-min(r A, clip(r, 1 - clip, 1 + clip) A) with r = pi / pi_old.
 
     Source: PPO, arXiv:1707.06347v2, Eq. (7).
     """
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - clip, 1 + clip)
+    ratio, one = log_ratio.exp(), torch.ones_like(log_ratio)
+    clipped = ratio.clamp(one - clip, one + clip)
     return -torch.minimum(ratio * advantage, clipped * advantage)
+
+
+def reward_clip(
+    advantage: Float[Tensor, "n"], low: float, high: float, sensitivity: float
+) -> Float[Tensor, "n"]:
+    """low + (high - low) tanh(sensitivity |A|): what stands out may move further.
+
+    Source: Dynamic-TreeRPO, arXiv:2509.23352v3, known to us from reviews only: that its clip range
+    depends on the reward, by a sensitivity and two limits. The function is our reconstruction.
+    """
+    return low + (high - low) * (sensitivity * advantage.abs()).tanh()
+
+
+def travelled_mse(
+    mean: Float[Tensor, "n *latent"],
+    x_next: Float[Tensor, "n *latent"],
+    sensitivity: Float[Tensor, "n"],
+) -> Float[Tensor, "n"]:
+    """mean((v - v_travelled)^2), where v_travelled is the velocity whose mean is x_next.
+
+    mean - x_next = sensitivity (v - v_travelled) with sensitivity = d mean / d v, so it costs no
+    evaluation of the network.
+    """
+    return _square(mean, x_next) / sensitivity**2
 
 
 def ratio_norm(

@@ -141,6 +141,22 @@ class DDIM(Kernel):
         return Coefficients(following * kept.sqrt(), following * variance.sqrt())
 
 
+@dataclass(frozen=True)
+class StepwiseDDIM(Kernel):
+    """std = eta sigma_next sqrt(1 - sigma), c1 = sqrt(sigma_next^2 - std^2).
+
+    The total noise level is exactly sigma_next; the first step, at sigma = 1, draws no noise.
+
+    Source: Stepwise-Flow-GRPO, arXiv:2603.28718, known from secondary sources.
+    """
+
+    def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        share = eta**2 * (1 - sigmas[k])
+        kept = (1 - share).clamp(min=0)
+        return Coefficients(sigmas[k + 1] * kept.sqrt(), sigmas[k + 1] * share.sqrt())
+
+
 def transition(
     kernel: Kernel,
     x: Float[Tensor, "n *latent"],

@@ -6,6 +6,7 @@ import pytest
 
 from flowalign.config import load
 from flowalign.plan import plan
+from pipelines.flux1 import LORA
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -24,6 +25,13 @@ def test_run_files_of_the_embedded_model_can_be_planned(path):
     assert rows["trainable parameters"].endswith("%)")
 
 
+def test_the_run_file_of_flux_can_be_planned_from_configurations_alone():
+    folder = "policy.init_args.path=assets/golden/I_flux1_pipeline"
+    rows = plan(load(str(CONFIGS[0].parent / "flux1_dev.yaml"), [folder])[0], world=8)
+    assert rows["denoising steps"] == "6, of which 5 stochastic and trained [0, 1, 2, 3, 4]"
+    assert rows["network evaluations per step"] == "6912 sampling + 5760 training"
+
+
 def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
     run, _ = load(str(CONFIGS[0].parent / "sd35_medium.yaml"))
     sampling = run.recipe.sampling
@@ -31,6 +39,20 @@ def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
     assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-4, 0.04)
     assert (run.policy.lora.rank, run.policy.lora.alpha, run.policy.guidance) == (32, 64, 4.5)
     assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 40)
+
+
+def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
+    run, _ = load(str(CONFIGS[0].parent / "flux1_dev.yaml"))
+    sampling, policy = run.recipe.sampling, run.policy
+    assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (6, 24, 0.9)
+    assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-5, 0.0)
+    assert not run.recipe.algorithm.needs_reference
+    assert (policy.lora.rank, policy.lora.alpha) == (64, 128)
+    assert policy.lora == LORA
+    assert (policy.embedded_guidance, policy.guidance, policy.precision) == (3.5, 1.0, "bf16")
+    assert (policy.height, policy.width, policy.max_sequence_length) == (512, 512, 128)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (3e-4, 1e-4)
+    assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 28)
 
 
 def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():

@@ -1,0 +1,5 @@
+"""Contracts of policies and rewards."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.contracts.families")

@@ -17,8 +17,11 @@ from flowalign.functional.surrogate import (
     log_hinge,
     ppo_clip,
     ratio_norm,
+    reward_clip,
+    travelled_mse,
 )
 from flowalign.functional.transition import (
+    CPS,
     FlowSDE,
     Gaussian,
     log_density,
@@ -80,6 +83,34 @@ def test_log_hinge_by_hand(log_ratio, advantage, loss, slope):
     got = log_hinge(x, torch.tensor([advantage]), margin=0.1)
     assert_close(got, torch.tensor([loss]))
     assert_close(torch.autograd.grad(got.sum(), x)[0], torch.tensor([slope]))
+
+
+def test_a_range_for_each_sample_clips_each_at_its_own():
+    """1.5 * 2 at most 1.4 * 2 and 1.2 * 2; .5 * -3 at most .9 * -3."""
+    log_ratio = torch.tensor([1.5, 1.5, 0.5]).log()
+    advantage = torch.tensor([2.0, 2.0, -3.0])
+    got = ppo_clip(log_ratio, advantage, torch.tensor([0.4, 0.2, 0.1]))
+    assert_close(got, torch.tensor([-2.8, -2.4, 2.7]))
+
+
+def test_reward_clip_by_hand():
+    """tanh(ln 2) = .6 and tanh(ln 3) = .8: .1 + .4 * .6 and .1 + .4 * .8."""
+    advantage = torch.tensor([2.0, -3.0, 1.0]).abs().log() / 2 * torch.tensor([1, -1, 1])
+    got = reward_clip(advantage, low=0.1, high=0.5, sensitivity=2.0)
+    assert_close(got, torch.tensor([0.34, 0.42, 0.1]))
+    assert_close(reward_clip(torch.tensor([-50.0]), 0.1, 0.5, 2.0), torch.tensor([0.5]))
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(), CPS()], ids=lambda kernel: type(kernel).__name__)
+def test_the_distance_to_the_travelled_velocity_needs_no_velocity(kernel):
+    """x_next is made the mean of a velocity that is known, which differs from sample to sample."""
+    sigmas = torch.tensor([1.0, 0.8, 0.3, 0.0], dtype=torch.float64)
+    eta = torch.tensor([0.7, 0.4], dtype=torch.float64)
+    x, v, travelled = (randn(2, 3, 2, seed=seed) for seed in (1, 2, 3))
+    mean = transition(kernel, x, v, sigmas, 1, eta).mean
+    x_next = transition(kernel, x, travelled, sigmas, 1, eta).mean
+    got = travelled_mse(mean, x_next, mean_sensitivity(kernel, sigmas, 1, eta))
+    assert_close(got, (v - travelled).square().mean((1, 2)))
 
 
 def test_divergence_mask_stops_only_far_samples_that_would_move_further():

@@ -17,6 +17,7 @@ from flowalign.functional.transition import (
     Gaussian,
     Kernel,
     Precise,
+    StepwiseDDIM,
     log_density,
     mean_sensitivity,
     sample_next,
@@ -25,8 +26,8 @@ from flowalign.functional.transition import (
 from tests.functional.golden import load
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
-KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM()]
-COEFFICIENTS_PRESERVING = [CPS(), Precise(), DDIM()]
+KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM(), StepwiseDDIM()]
+COEFFICIENTS_PRESERVING = [CPS(), Precise(), DDIM(), StepwiseDDIM()]
 quick = settings(max_examples=30, deadline=None, database=None)
 
 

@@ -144,6 +144,16 @@ def test_joint_compares_a_gain_with_all_gains_of_its_prompt():
     assert batch.advantage.view(3, 4, 5).mean(1).abs().max() > 0.05  # steps differ from each other
 
 
+@pytest.mark.parametrize("first_step", [True, False])
+def test_a_step_is_marked_if_it_turns_in_any_dimension(first_step):
+    """The first of two stochastic steps turns in one dimension, the second in the other."""
+    _, _, trajectory = setting(Gain(), Fixed(1, 3), num_steps=4)
+    values = torch.tensor([[0.0, 0.0], [1.0, -1.0], [1.0, 2.0]]).expand(12, 3, 2)
+    credit = TurningPoint(constraint="none", balance=False, first_step=first_step)
+    earned = credit(trajectory, Given(lambda ks: values))
+    assert earned.marked.tolist() == [[False, first_step, True, False]] * 12
+
+
 def test_credit_along_a_chain_refuses_samples_with_different_stochastic_steps():
     _, _, trajectory = setting(Gain())
     eta = trajectory.eta.clone()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from flowalign.algorithms.grpo import GRPO
+from flowalign.algorithms.step_dpo import StepDPO
 from flowalign.algorithms.surrogates import PPOClip, RatioNorm
 from flowalign.distributed import Processes
 from flowalign.rollout import Sampling
@@ -22,6 +23,18 @@ PIXEL_RECIPES = {
     "compared over the batch": {"advantage_scale": "batch"},
     "compared over all steps": {"advantage_scale": "joint"},
     "with a reference": {"algorithm": GRPO(PPOClip(0.2), kl_coef=0.5)},
+    "preferring one of two": {
+        "algorithm": StepDPO(),
+        "updates_per_step": 2,
+        "epochs_per_step": 2,
+        "micro_batch": 5,
+    },
+    "in chunks": {
+        "algorithm": GRPO(PPOClip(0.02), chunk_sizes="latent_change"),
+        "updates_per_step": 2,
+        "epochs_per_step": 2,
+        "micro_batch": 5,
+    },
     "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
 }
 

@@ -68,7 +68,8 @@ class DetachedKL(GRPO):
 class DetachedLoss(PolicyLoss):
     """Has a gradient of exactly 0."""
 
-    needs_reference = needs_mean_old = False
+    needs_reference = needs_mean_old = pairs = False
+    chunks = None
     clip = 0.2
 
     def loss(self, policy, reference, batch):

@@ -1,13 +1,20 @@
 """The online loop on one-pixel pictures: what can be learned is learned, and nothing else."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from flowalign.algorithms.grpo import GRPO
-from flowalign.algorithms.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
+from flowalign.algorithms.surrogates import (
+    DivergenceMask,
+    LayerTuning,
+    LogHinge,
+    PPOClip,
+    RatioNorm,
+    RewardClip,
+)
 from flowalign.costs import Costs
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.ema import EMA
@@ -51,6 +58,8 @@ class Spy(PolicyLoss):
 
     needs_reference = False
     needs_mean_old = False
+    pairs = False
+    chunks = None
     clip = 0.2
 
     def __post_init__(self):
@@ -76,7 +85,11 @@ def judged(cfg: Online, rewards: Rewards, learner=None):
     return judge(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
 
 
-SURROGATES = [PPOClip(0.2), RatioNorm(0.2), LogHinge(0.2), DivergenceMask(0.05)]
+REWARD_CLIP = RewardClip(low=0.05, clip=0.2, sensitivity=1.0)
+SURROGATES = [
+    PPOClip(0.2), RatioNorm(0.2), LogHinge(0.2), DivergenceMask(0.05), REWARD_CLIP,
+    LayerTuning(surrogate=REWARD_CLIP, coef=0.3),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
@@ -89,6 +102,54 @@ def test_every_surrogate_raises_a_reward_that_can_be_learned(surrogate):
     late = sum(m["reward/redness"] for m in metrics[-3:]) / 3
     assert late > early + 0.3
     assert all(math.isfinite(v) for m in metrics for v in m.values())
+
+
+def test_layer_tuning_pulls_good_transitions_to_the_velocity_travelled_and_leaves_bad_ones():
+    """The velocity travelled is v + (x_next - mean) / kappa with Flow-SDE's kappa written out."""
+    learner, cfg = new_learner(PixelPolicy(seed=2)), new_recipe()
+    batch, _ = judged(cfg, new_rewards(), learner)
+    part = list(minibatches(batch, torch.arange(12), 100))[1]
+    assert {True, False} == set((part.advantage > 0).tolist())
+    plain = GRPO(PPOClip(0.2)).loss(learner.policy, learner.reference, part)[0]
+    tuned = GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=0.3))
+    extra = tuned.loss(learner.policy, learner.reference, part)[0] - plain
+    v = learner.policy.velocity(part.x, part.sigmas[1], part.cond)
+    kappa = -0.25 * (1 + 0.8**2 / 2)  # -dt (1 + eta^2 / 2), as sigma is below 1
+    travelled = v + (part.x_next - part.transition(learner.policy).mean) / kappa
+    away = (v - travelled).square().mean(1)
+    torch.testing.assert_close(extra, (0.3 * part.advantage.clamp(min=0) * away).mean())
+    assert extra > 1e-3
+    assert tuned.clip == 0.2
+
+
+def test_reward_clip_lets_the_best_move_further():
+    learner = new_learner()
+    batch, _ = judged(new_recipe(), new_rewards(), learner)
+    part = next(minibatches(batch, torch.arange(12), 100))
+    part = replace(part, logp_old=part.logp_old - 0.1)  # all ratios are e^.1
+    best, middling = float(part.advantage.max()), 0.1
+    part = replace(part, advantage=torch.tensor([best, middling] * 6))
+    surrogate = RewardClip(low=0.05, clip=0.3, sensitivity=1.0)
+    current = part.transition(learner.policy)
+    log_ratio = log_density(part.kernel, part.x_next, current) - part.logp_old
+    loss, _ = surrogate(log_ratio, current, part)
+    ratios = torch.tensor([math.exp(0.1), 1.05 + 0.25 * math.tanh(0.1)])
+    free, bound = torch.tensor([best, middling]) * ratios
+    torch.testing.assert_close(loss, -torch.stack([free, bound]).repeat(6), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: RewardClip(low=0.2, clip=0.1, sensitivity=1.0), "low 0.2"),
+        (lambda: RewardClip(low=0.1, clip=0.2, sensitivity=0.0), "sensitivity 0"),
+        (lambda: LayerTuning(surrogate=PPOClip(), coef=0.0), "coef is 0"),
+        (lambda: LayerTuning(surrogate=RatioNorm(), coef=1.0), "RatioNorm"),
+    ],
+)
+def test_surrogates_that_make_no_sense_are_refused(made, said):
+    with pytest.raises(ValueError, match=said):
+        made()
 
 
 def test_a_negative_weight_lowers_the_reward():

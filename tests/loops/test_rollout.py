@@ -98,6 +98,48 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     assert seen == 12 * 3
 
 
+def test_a_merged_step_jumps_with_the_noise_of_its_whole_length():
+    """Flow-SDE from .75: sqrt(.25) and sqrt(.5) of g = .6 sqrt(3) times 4.13 are 2.1 and 3.0."""
+    policy = pixel_policy()
+    cfg = Sampling(num_steps=4, samples_per_prompt=2000, eta=0.6, window=Fixed(1, 2))
+    plain = draw(policy, cfg, prompts=["a"])
+    merged = draw(policy, dataclasses.replace(cfg, merge=2.5), prompts=["a"])
+    assert merged.sigmas.tolist() == [1, 0.75, 0.25, 0.25, 0]
+    assert draw(policy, dataclasses.replace(cfg, merge=2.0)).sigmas.tolist() == [
+        1,
+        0.75,
+        0.5,
+        0.25,
+        0,
+    ]
+    assert torch.equal(merged.states[:, :2], plain.states[:, :2])
+    torch.testing.assert_close(merged.states[:, 2], merged.states[:, 3], atol=1e-6, rtol=1e-6)
+    rows = torch.zeros(2000, dtype=torch.long)
+    with torch.no_grad():
+        x, cond = merged.states[:, 1], take(merged.cond, rows)
+        v = policy.velocity(x, torch.tensor(0.75), cond)
+        std = 0.6 * 3**0.5 * 0.5**0.5
+        x1 = x + 0.25 * v
+        noise = merged.states[:, 2] - (0.75 * (x - 0.75 * v) + (0.25 - std**2 / 1.5) * x1)
+        last = merged.states[:, 3]
+        end = last - 0.25 * policy.velocity(last, torch.tensor(0.25), cond)
+    assert noise.std() == pytest.approx(std, rel=0.03)
+    assert abs(float(noise.mean())) < 0.05
+    torch.testing.assert_close(merged.states[:, 4], end, atol=1e-5, rtol=1e-5)
+
+
+def test_merged_steps_are_learned_from():
+    cfg = new_recipe({"window": Fixed(1, 2), "merge": 2.5, "samples_per_prompt": 8})
+    metrics = train(cfg, new_learner(), steps=35)
+    assert metrics[-1]["reward/redness"] > metrics[0]["reward/redness"] + 0.2
+    assert metrics[0]["check/ratio_drift_1"] < 1e-5
+
+
+def test_more_than_one_step_is_not_merged():
+    with pytest.raises(ValueError, match="the window has 3"):
+        new_recipe({"merge": 2.2})
+
+
 def test_kept_means_are_the_means_of_the_trained_steps_only():
     policy = pixel_policy()
     cfg = Sampling(num_steps=5, samples_per_prompt=2, window=Fixed(1, 3))

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign.windows import AllButLast, Fixed, Random, RandomSubset, Sliding
+from flowalign.windows import (
+    AllButLast,
+    Backward,
+    Fixed,
+    Geometric,
+    Random,
+    RandomSubset,
+    Sliding,
+)
 
 RECORDED = json.loads(Path("assets/golden/A_mixgrpo.json").read_text())["values"]["windows"]
 
@@ -110,3 +118,31 @@ def test_a_schedule_of_one_step_leaves_nothing_to_all_but_last():
 def test_a_slide_that_cannot_move_forward_is_refused(window):
     with pytest.raises(ValueError, match="sliding window"):
         steps(window, iteration=30)
+
+
+def test_geometric_prefers_early_starts_and_leaves_the_last_step_alone():
+    """Starts 0, 1, 2, 3 of 6 steps with weights 1, 1/2, 1/4, 1/8: shares 8, 4, 2, 1 of 15."""
+    drawn = [steps(Geometric(size=2, ratio=0.5), 6, seed=s) for s in range(600)]
+    shares = [sum(d == (k, k + 1) for d in drawn) / 600 for k in range(4)]
+    assert sum(shares) == pytest.approx(1)
+    assert shares == pytest.approx([8 / 15, 4 / 15, 2 / 15, 1 / 15], abs=0.06)
+
+
+def test_backward_grows_from_the_end_and_stops_at_the_whole():
+    window = Backward(first=3, every=2)
+    got = [steps(window, 5, i) for i in (0, 1, 2, 3, 4, 99)]
+    assert got == [(2, 3), (2, 3), (1, 2, 3), (1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (Geometric(size=8), r"window \[0, 8\) lies outside"),
+        (Geometric(size=2, ratio=0.0), r"ratio 0\.0; it must lie in"),
+        (Backward(first=9), r"first 9, every 14: first must lie in \[2, 8\]"),
+        (Backward(first=4, every=0), r"every 0"),
+    ],
+)
+def test_windows_that_do_not_fit_are_refused(window, message):
+    with pytest.raises(ValueError, match=message):
+        steps(window)

@@ -1,0 +1,41 @@
+"""Entropy of denoising steps, and steps made longer until they have enough of it.
+
+Source: E-GRPO, arXiv:2601.00423.
+"""
+
+import math
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.transition import Kernel
+
+
+def step_entropy(std: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+    """0.5 log(2 pi e std^2): differential entropy of one latent element; -inf where std is 0."""
+    return std.log() + 0.5 * math.log(2 * math.pi * math.e)
+
+
+def merged_schedule(
+    kernel: Kernel,
+    sigmas: Float[Tensor, "S"],
+    k: int,
+    eta: Float[Tensor, ""],
+    threshold: float,
+) -> Float[Tensor, "S"]:
+    """The schedule with step k, of noise level eta, as long as exp(step_entropy) >= threshold asks.
+
+    Points that it passes over move to its end, where steps of length 0 do nothing. It never reaches
+    sigma 0, and stops where more length adds no noise, as with CPS.
+    """
+    merged, least = sigmas, -math.inf
+    for j in range(k + 1, len(sigmas) - 1):
+        longer = sigmas.clone()
+        longer[k + 1 : j] = sigmas[j]
+        entropy = float(step_entropy(kernel.coefficients(longer, k, eta[None]).std))
+        if entropy <= least:
+            return merged
+        merged, least = longer, entropy
+        if math.exp(entropy) >= threshold:
+            return merged
+    return merged

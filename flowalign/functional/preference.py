@@ -1,0 +1,29 @@
+"""Preferences between transitions: which two are compared, and the loss of a comparison."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+def step_dpo(
+    log_ratio_winner: Float[Tensor, "n"], log_ratio_loser: Float[Tensor, "n"], beta: float
+) -> Float[Tensor, "n"]:
+    """-log sigmoid(beta * (log_ratio_winner - log_ratio_loser)), log_ratio = log pi - log pi_ref.
+
+    Source: SPO, arXiv:2406.04314, and its code, whose log-probabilities are averaged over latent
+    elements, too: beta is 10 there.
+    """
+    return -torch.nn.functional.logsigmoid(beta * (log_ratio_winner - log_ratio_loser))
+
+
+def best_and_worst(
+    value: Float[Tensor, "n"], group: Int[Tensor, "n"]
+) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
+    """Where the highest and the lowest value of each group stand; groups of one value have none."""
+    order = value.argsort(stable=True)
+    order = order[group[order].argsort(stable=True)]
+    last = group.unique(return_counts=True)[1].cumsum(0)
+    first = torch.cat([last.new_zeros(1), last[:-1]]) if len(last) else last
+    best, worst = order[last - 1], order[first]
+    differ = value[best] > value[worst]
+    return best[differ], worst[differ]

@@ -1,0 +1,18 @@
+"""The families that every test of the contract runs on."""
+
+import pytest
+
+from tests.contracts.families import SD3_FAMILY, Family, flux1_family
+from tests.tiny_flux import build_flux
+
+
+@pytest.fixture(scope="session")
+def flux1(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("flux1")
+    other = build_flux(folder / "other", num_attention_heads=3)
+    return flux1_family(build_flux(folder / "dev"), other)
+
+
+@pytest.fixture(params=["sd3", "flux1"])
+def family(request) -> Family:
+    return SD3_FAMILY if request.param == "sd3" else request.getfixturevalue("flux1")
