@@ -12,7 +12,7 @@ from flowalign.distributed import Processes
 from flowalign.functional.chunk import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
 from flowalign.minibatches import Rollout, minibatch, paired, portions
-from flowalign.types import PolicyLoss, VelocityField
+from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
 def arranged(batch: Rollout, algorithm: PolicyLoss, processes: Processes) -> Rollout:
@@ -30,12 +30,8 @@ def chunked(
     Weights grow so that the mean over transitions is one over chunks, each counting alike.
     """
     trajectory = batch.trajectory
+    check_chains(trajectory)
     stochastic = trajectory.trained.any(0)
-    if (stochastic != trajectory.trained.all(0)).any():
-        raise ValueError(
-            "algorithm.chunk_sizes needs samples that are noisy at the same steps, each by itself: "
-            "set it to null, or recipe.sampling.branching to flowalign.branching.Chain"
-        )
     if chunks == "latent_change":
         ids = chunks_of_change(processes.gather(latent_change(trajectory.states)).mean(0))
     else:
@@ -48,6 +44,15 @@ def chunked(
         advantage=(batch.advantage * batch.mask) @ together / size * batch.mask,
         weight=batch.weight * stochastic.sum() / len(ids[stochastic].unique()),
     )
+
+
+def check_chains(trajectory: Trajectory) -> None:
+    """ValueError where a chunk of one sample would hold transitions of another."""
+    if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
+        raise ValueError(
+            "algorithm.chunk_sizes needs samples that are noisy at the same steps, each by itself: "
+            "set it to null, or recipe.sampling.branching to flowalign.branching.Chain"
+        )
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ EXAMPLES = """examples:
   flowalign check configs/shapes.yaml              validate a run file and print what it will cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
-  flowalign compare configs/shapes.yaml configs/shapes_dense.yaml --seeds 0 1 2
+  flowalign compare configs/credit/shapes/{flow_grpo,dense_grpo}.yaml --seeds 0 1 2
 """
 
 
@@ -72,6 +72,10 @@ def build_parser() -> argparse.ArgumentParser:
     _compare(verb("compare", "Train several run files with several seeds, and compare.", False))
     bench = verb("bench", "Time the stages of a step against the bare network evaluations.")
     bench.add_argument("--repeats", type=int, default=3)
+    bench.add_argument(
+        "--values", action="store_true",
+        help="time the values of all states instead: together, and one after another",
+    )  # fmt: skip
     verb("doctor", "Print versions, devices and what is missing.", config=False)
     return parser
 

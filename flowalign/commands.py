@@ -163,9 +163,11 @@ def sample(args: argparse.Namespace) -> int:
 def bench(args: argparse.Namespace) -> int:
     """`flowalign bench CONFIG`."""
     from flowalign.bench import measure
+    from flowalign.bench_values import measure_values
 
     run_file, _ = load(args.config, args.overrides)
-    result = measure(run_file, args.repeats)
+    work = measure_values if args.values else measure
+    result = work(run_file, args.repeats)
     table(f"one step of {args.config}", {k: f"{v:.4g}" for k, v in result.items()})
     print(json.dumps(result))  # noqa: T201
     return 0

@@ -154,9 +154,9 @@ def _readable(message: str, config: str, parser: ArgumentParser) -> str:
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     where = f"{config}: {'.'.join(keys)}" if keys else config
     hint = _did_you_mean(message, parser)
-    what = wrong[-1] if wrong else lines[0]
+    what = (wrong[-1] if keys else "\n".join(wrong)) if wrong else lines[0]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
-    what += "" if given in what else f", not {given}"
+    what += "" if given in what or "Got value" in what else f", not {given}"
     return "\n".join([f"{where}: {what}", *([hint] if hint else [])])
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
-from flowalign.chunks import arranged, with_log_ratios
+from flowalign.chunks import arranged, check_chains, with_log_ratios
 from flowalign.completion import Tail, asked_states, complete
 from flowalign.credit.outcome import Outcome
 from flowalign.data import Prompts
@@ -75,6 +75,13 @@ class Online:
                 self.sampling.num_steps, iteration, torch.Generator()
             )
             self.asked(steps)
+            if self.algorithm.chunks is not None:
+                check_chains(self.blank(steps))
+        if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
+            raise ValueError(
+                f"recipe.updates_per_step is {self.updates_per_step}, but a loss of pairs divides "
+                f"a step by prompts, of which there are {self.prompts_per_step}"
+            )
 
     def blank(self, steps: Sequence[int]) -> Trajectory:
         """The samples of one prompt before they are drawn. ValueError if they do not fit."""

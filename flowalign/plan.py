@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from flowalign.config import Run
+from flowalign.minibatches import alternatives
 from flowalign.online import Online
 from flowalign.reference import unguided
 from flowalign.rollout import DTYPES
 from flowalign.seeds import generator
-from flowalign.types import ModelPlan
+from flowalign.types import ModelPlan, Trajectory
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
@@ -36,7 +37,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
             f"{count} {name}" for name, count in cost.items() if count
         ),
         "values of states": f"{states}",
-        "transitions trained per step": f"{recipe.prompts_per_step * int(blank.trained.sum())}",
+        "transitions trained per step": f"{recipe.prompts_per_step * num_trained(recipe, blank)}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards)}",
         **_calibration(run, window, per_velocity),
@@ -76,13 +77,21 @@ def evaluations(recipe: Online, window: Sequence[int], per_velocity: int = 1) ->
         * (1 if how.guidance == "off" else per_velocity)
         for k, how in recipe.asked(window)
     ]  # fmt: skip
-    training = int(blank.trained.sum()) * recipe.epochs_per_step * per_velocity
+    training = num_trained(recipe, blank) * recipe.epochs_per_step * per_velocity
     return {
         "sampling": sum(len(blank.holders(k)) for k in range(num_steps)) * per_velocity,
         "completing": sum(finishing),
         "training": training,
         "reference": training if recipe.algorithm.needs_reference else 0,
     }
+
+
+def num_trained(recipe: Online, blank: Trajectory) -> int:
+    """Transitions of one prompt that an update sees; of pairs, at most that many."""
+    if not recipe.algorithm.pairs:
+        return int(blank.trained.sum())
+    sets = alternatives(blank)[blank.trained].unique(return_counts=True)[1]
+    return 2 * int((sets > 1).sum())
 
 
 def _calibration(run: Run, window: Sequence[int], per_velocity: int) -> dict[str, str]:

@@ -9,6 +9,9 @@ from flowalign.plan import plan
 from pipelines.flux1 import LORA
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CREDIT = sorted((Path(__file__).parents[2] / "configs" / "credit").glob("*/*.yaml"))
+
+MODELS = ("shapes", "sd35_medium", "flux1_dev")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -60,3 +63,31 @@ def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
     assert plan(run, world=6)
     with pytest.raises(ValueError, match=r"evaluation\.num_prompts is 6, too few for 7 processes"):
         plan(run, world=7)
+
+
+@pytest.mark.parametrize("path", CREDIT, ids=lambda p: f"{p.parent.name}-{p.stem}")
+def test_every_credit_method_has_a_run_file_that_can_be_used(path):
+    run, _ = load(str(path))
+    assert run.output_dir == f"runs/credit/{path.parent.name}/{path.stem}"
+    if path.parent.name == "shapes":
+        assert plan(run)["reward calls per step"]
+
+
+def test_every_method_has_run_files_for_all_three_models():
+    names = {model: {p.stem for p in CREDIT if p.parent.name == model} for model in MODELS}
+    assert names["shapes"] - names["sd35_medium"] == {"flow_grpo"}, "that is sd35_medium.yaml"
+    assert names["sd35_medium"] == names["flux1_dev"]
+
+
+def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
+    runs = {p.stem: load(str(p))[0].recipe for p in CREDIT if p.parent.name == "sd35_medium"}
+    comb, tree = runs["tempflow_grpo"].sampling, runs["branch_grpo"].sampling
+    assert (comb.branching.children, comb.seeds_per_prompt, comb.samples_per_prompt) == (6, 4, 216)
+    assert runs["tempflow_grpo"].step_weight == "std"
+    assert (tree.samples_per_prompt, tree.eta) == (16, 0.3)
+    assert (runs["tp_grpo"].sampling.eta, runs["tp_grpo"].algorithm.kl_coef) == (0.7, 1e-4)
+    assert runs["stepwise_flow_grpo"].completion.max_steps == 5
+    assert runs["stepwise_flow_grpo"].advantage_scale == "joint"
+    assert runs["g2rpo"].credit.strides == [1, 2, 3]
+    assert runs["e_grpo"].sampling.merge == 2.2
+    assert runs["mixgrpo"].sampling.window.every == 150

@@ -6,12 +6,14 @@ import torch
 from flowalign.branching import Comb, Tree
 from flowalign.completion import complete, take
 from flowalign.costs import Costs
+from flowalign.credit.gain import Gain
 from flowalign.functional.tail import Completion
+from flowalign.online import finished, judge, rollout
 from flowalign.rollout import Sampling, sample
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 from flowalign.windows import AllButLast, Fixed
 from tests.pixel import PixelPolicy
-from tests.training import new_recipe
+from tests.training import new_learner, new_recipe, new_rewards
 
 T = 5
 EVERY = Completion()
@@ -157,3 +159,32 @@ def test_the_states_that_a_credit_method_asks_for_are_known_beforehand():
 def test_a_state_that_is_not_there_is_refused_before_anything_is_sampled(k):
     with pytest.raises(ValueError, match=f"Asking asks for the value of state {k}; .* 0 to {T}"):
         new_recipe({"num_steps": T, "window": Fixed(0, 2)}, credit=Asking(2, k))
+
+
+def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget():
+    """Network, decoder and rewards, for 12 samples with all states valued and a budget of 5."""
+    recipe = new_recipe({"num_steps": T, "window": AllButLast(), "micro_batch": 5}, credit=Gain())
+    learner, rewards, sizes = new_learner(moving_policy()), new_rewards(), []
+    learner.policy.denoiser.register_forward_pre_hook(lambda _, x: sizes.append(len(x[0])))
+    decode, score = learner.policy.decode, rewards.models[0].score
+    learner.policy.decode = lambda x: sizes.append(len(x)) or decode(x)
+    rewards.models[0].score = lambda batch: sizes.append(len(batch.prompts)) or score(batch)
+    judge(recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0))
+    assert max(sizes) == 5
+    assert sum(sizes) == 12 * (T + T * (T - 1) // 2 + 2 * T)
+
+
+@pytest.mark.parametrize("weights", ["policy", "ema", "reference"])
+@torch.no_grad()
+def test_tails_may_follow_averaged_or_untrained_weights(weights):
+    """The pixel policy's reference and EMA are copies of its start, which then moved."""
+    learner = new_learner(PixelPolicy(), ema=(0.9, 1))
+    torch.nn.init.normal_(learner.policy.denoiser[-1].weight)
+    how = Completion(weights=weights)
+    recipe = new_recipe({"num_steps": T, "window": Fixed(0, 3)}, credit=Gain(), completion=how)
+    trajectory = rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)
+    assert bool(trajectory.finished) == (weights == "policy")
+    got = finished(learner, trajectory, [(1, how)], 100)[1, how]
+    field = learner.policy if weights == "policy" else learner.reference
+    expected = one_after_another(field, trajectory, 1, EVERY)
+    torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
