@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.config import load
+from flowalign.config import ConfigError, load
 from flowalign.plan import plan
 from pipelines.flux1 import LORA
 
@@ -75,7 +75,7 @@ def test_every_credit_method_has_a_run_file_that_can_be_used(path):
 
 def test_every_method_has_run_files_for_all_three_models():
     names = {model: {p.stem for p in CREDIT if p.parent.name == model} for model in MODELS}
-    assert names["shapes"] - names["sd35_medium"] == {"flow_grpo"}, "that is sd35_medium.yaml"
+    assert names["shapes"] - names["sd35_medium"] == {"flow_grpo", "flow_grpo_all_steps"}
     assert names["sd35_medium"] == names["flux1_dev"]
 
 
@@ -91,3 +91,46 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
     assert runs["g2rpo"].credit.strides == [1, 2, 3]
     assert runs["e_grpo"].sampling.merge == 2.2
     assert runs["mixgrpo"].sampling.window.every == 150
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.credit=flowalign.credit.branch.Branch"], r"set recipe\.sampling\.branching"),
+        (["recipe.credit=flowalign.credit.tree.LeafAdvantage", "recipe.advantage_scale=given"],
+         r"recipe\.sampling\.branching to flowalign\.branching\.Tree"),
+        (["recipe.sampling.branching=flowalign.branching.Tree"],
+         r"has 8 leaves, .*12 samples(.|\n)*Set recipe\.sampling\.samples_per_prompt to 8"),
+        (["recipe.sampling.branching=flowalign.branching.Tree",
+          "recipe.sampling.branching.splits=[0,5]"], r"splits at \[5\], which the window"),
+        (["recipe.sampling.branching=flowalign.branching.Comb",
+          "recipe.sampling.branching.children=4", "recipe.credit=flowalign.credit.gain.Gain"],
+         r"these trajectories branch"),
+        (["recipe.credit=flowalign.credit.contrast.Contrast", "recipe.advantage_scale=given"],
+         r"set recipe\.sampling\.seeds_per_prompt to 1"),
+        (["recipe.credit=flowalign.credit.granular.Granular"], r"set it to given"),
+        (["recipe.advantage_scale=given"], r"Outcome gives no advantages: choose from group"),
+        (["recipe.algorithm=flowalign.algorithms.step_dpo.StepDPO", "recipe.updates_per_step=17"],
+         r"updates_per_step is 17, but a loss of pairs divides a step by prompts"),
+        (["recipe.sampling.seeds_per_prompt=5"], r"which seeds_per_prompt 5 does not divide"),
+        (["recipe.sampling.eta=[0.5,0.6]"], r"has 2 levels for 8 steps"),
+        (["recipe.sampling.merge=2.2"], r"merge"),
+    ],
+)  # fmt: skip
+def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(str(CONFIGS[0].parent / "shapes.yaml"), overrides)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.completion.guidance=off"], r"samples without classifier-free guidance"),
+        (["recipe.completion.weights=ema", "ema=null"], r"ema is null; set ema, or policy"),
+    ],
+)
+def test_a_plan_refuses_completions_that_the_policy_cannot_follow(overrides, message):
+    run, _ = load(str(CONFIGS[0].parent / "shapes.yaml"), overrides)
+    with pytest.raises(ValueError, match=message):
+        plan(run)
