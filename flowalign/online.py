@@ -183,12 +183,12 @@ def judge(
     earned = cfg.credit(trajectory, values)
     usable = rewards.usable(earned.value.isfinite().flatten(0, 1)).view(earned.mask.shape)
     usable = surviving(usable, trajectory.group_size, cfg.on_failed_reward)
-    gathered = _gather(learner, StepCredit(earned.value, earned.group, earned.mask & usable))
-    ids = gathered.group
+    ids = earned.group
     if cfg.advantage_scale == "joint":
         ids = (torch.arange(len(ids)) // trajectory.group_size)[:, None].expand_as(ids)
+    gathered = _gather(learner, StepCredit(earned.value, ids, earned.mask & usable))
     advantage = advantages(
-        gathered.value.nan_to_num(), ids, gathered.mask, rewards.weights,
+        gathered.value.nan_to_num(), gathered.group, gathered.mask, rewards.weights,
         scale=cfg.advantage_scale, combine=cfg.advantage_combine, std_floor=cfg.std_floor,
     ).clamp(-cfg.advantage_clip, cfg.advantage_clip)  # fmt: skip
     first = _first(learner, len(earned.mask))
@@ -205,7 +205,9 @@ def judge(
     final = learner.processes.gather(values([trajectory.num_steps])[:, 0])
     if look:
         look(Judged(batch, earned, values))
-    return batch, _reward_metrics(rewards, final, gathered, advantage)
+    lost = float((learner.processes.gather(earned.mask) & ~gathered.mask).sum())
+    metrics = _reward_metrics(rewards, final, gathered, advantage)
+    return batch, metrics | {"transitions_dropped": lost}
 
 
 def finished(

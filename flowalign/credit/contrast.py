@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import group_center
+from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
@@ -20,12 +20,12 @@ def contrast(
 ) -> Float[Tensor, "n R"]:
     """The highest score of each group if at least threshold, the lowest if at most -threshold.
 
-    Everything else is 0. Of equal scores the first counts.
+    Everything else is 0, and so are missing scores. Of equal scores the first counts.
     """
     kept = torch.zeros_like(score)
     for label in group.unique():
         members = (group == label).nonzero().flatten()
-        for dim, column in enumerate(score[members].unbind(1)):
+        for dim, column in enumerate(score[members].nan_to_num().unbind(1)):
             for i, stands_out in (
                 (column.argmax(), column.max() >= threshold),
                 (column.argmin(), column.min() <= -threshold),
@@ -60,6 +60,6 @@ class Contrast(CreditEstimator):
                 "set recipe.sampling.seeds_per_prompt to 1"
             )
         outcome = values([trajectory.num_steps])[:, 0]
-        kept = contrast(group_center(outcome, prompt[:, -1], "group"), family, self.threshold)
+        kept = contrast(compared(outcome, prompt[:, -1]), family, self.threshold)
         value = kept[:, None].expand(-1, trajectory.num_steps, -1)
         return StepCredit(value, prompt, trajectory.trained & (value != 0).any(-1), normalised=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.functional.advantage import group_center
+from flowalign.functional.advantage import compared
 from flowalign.functional.tail import Completion
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
@@ -42,7 +42,7 @@ class Granular(CreditEstimator):
             reached = [*steps[1:], trajectory.num_steps] if stride == 1 else [k + 1 for k in steps]
             value = values(reached, how)
             prompt = torch.arange(len(value)) // trajectory.group_size
-            advantage = torch.stack([group_center(v, prompt, "group") for v in value.unbind(1)], 1)
+            advantage = torch.stack([compared(v, prompt) for v in value.unbind(1)], 1)
             total = advantage if stride == self.strides[0] else total + advantage
         credit = step_credit(trajectory, steps, total)
         return StepCredit(credit.value, credit.group, credit.mask, normalised=True)

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import group_center
+from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
@@ -33,7 +33,7 @@ class Redistribute(CreditEstimator):
     def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
         """Compare the outcomes, then hand them out."""
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
-        advantage = group_center(outcome, prompt[:, -1], "group")
+        advantage = compared(outcome, prompt[:, -1])
         trained = trajectory.trained
         share = shares(trajectory.states.cpu(), trained.float())
         return StepCredit(share[..., None] * advantage[:, None], prompt, trained, normalised=True)

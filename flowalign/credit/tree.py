@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flowalign.credit.branch import fused
 from flowalign.credit.groups import per_prompt_and_step
-from flowalign.functional.advantage import group_center
+from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
@@ -31,6 +31,6 @@ class LeafAdvantage(CreditEstimator):
                 "recipe.sampling.branching to flowalign.branching.Tree"
             )
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
-        advantage = group_center(outcome, prompt[:, -1], "group")
+        advantage = compared(outcome, prompt[:, -1])
         value = fused(advantage, trajectory.origin, trajectory.logp.cpu(), self.beta)
         return StepCredit(value, prompt, trajectory.trained, normalised=True)

@@ -42,6 +42,16 @@ def group_center(
     return (centred / (spread + eps)).masked_fill(flat, 0.0)
 
 
+def compared(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
+    """group_center by group, for credit methods: what is missing stays NaN and spoils no other."""
+    out = torch.full_like(value, torch.nan)
+    for dim, column in enumerate(value.unbind(1)):
+        known = column.isfinite()
+        if known.any():
+            out[known, dim] = group_center(column[known, None], group[known], "group")[:, 0]
+    return out
+
+
 def advantages(
     value: Float[Tensor, "B T R"],
     group: Int[Tensor, "B T"],

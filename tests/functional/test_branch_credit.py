@@ -277,3 +277,20 @@ def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_al
     chain = trajectory(samples_per_prompt=4, num_steps=2, window=Fixed(0, 2))
     got = ControlVariate()(chain, Given(values)).value[..., 0]
     assert_close(got, torch.tensor([[0.0, 4.0], [0.0, 4.0], [0.0, 6.0], [0.0, 6.0]]))
+
+
+# Missing outcomes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("credit", [Contrast(threshold=0.0), Redistribute()], ids=str)
+def test_a_missing_outcome_takes_no_other_sample_with_it(credit):
+    four = trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",))
+    four.states.copy_(torch.randn(four.states.shape, generator=torch.Generator().manual_seed(1)))
+    got = credit(four, outcomes(1.0, NAN, 3.0, 8.0))
+    alone = (torch.tensor([1.0, 3.0, 8.0]) - 4) / (26 / 3) ** 0.5
+    if isinstance(credit, Contrast):
+        assert_close(got.value[[0, 3], 0, 0], alone[[0, 2]], atol=1e-3, rtol=1e-3)
+        assert got.mask.any(1).tolist() == [True, False, False, True]
+    else:
+        assert_close(got.value[[0, 2, 3], :2, 0].mean(1), alone, atol=1e-3, rtol=1e-3)
+        assert got.value[1].isnan().any()
