@@ -1,5 +1,7 @@
 """What only a GPU can show. `pytest -m gpu tests/gpu`."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -33,3 +35,40 @@ def test_initial_noise_is_the_same_on_every_device():
     noise = run.policy.noise(2, torch.Generator().manual_seed(0))
     expected = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(noise.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path("configs/credit/shapes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_every_credit_method_trains_on_a_gpu(tmp_path, path):
+    from flowalign import run as runs
+
+    run, text = load(
+        str(path),
+        ["device=cuda", "num_steps=2", "recipe.prompts_per_step=2", "evaluation=null",
+         "recipe.on_failed_check=warn", f"output_dir={tmp_path / 'run'}"],
+    )  # fmt: skip
+    assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
+
+
+def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_path):
+    """An SD3.5-shaped random model at 512 pixels; peak memory grows with the budget."""
+    from assets.random_sd3 import build
+    from flowalign.bench_values import measure_values
+
+    build(layers=24, heads=24, joint=4096).save_pretrained(tmp_path / "sd3")
+    peaks = []
+    for budget in (4, 12):
+        run, _ = load(
+            "configs/credit/sd35_medium/dense_grpo.yaml",
+            ["device=cuda", f"policy.init_args.path={tmp_path / 'sd3'}",
+             "rewards=[{class_path: tests.pixel.Redness}]", "reward_weights={redness: 1.0}",
+             "recipe.prompts_per_step=2", "recipe.sampling.samples_per_prompt=6",
+             f"recipe.sampling.micro_batch={budget}"],
+        )  # fmt: skip
+        torch.cuda.reset_peak_memory_stats()
+        result = measure_values(run, 1)
+        peaks.append(torch.cuda.max_memory_allocated())
+        print(budget, result, peaks[-1])  # noqa: T201
+        assert result["share_of_one_by_one"] < 1
+    assert peaks[0] < peaks[1]
