@@ -23,6 +23,9 @@ class Layout:
 class Branching(ABC):
     """How the samples that start from one initial noise come apart."""
 
+    spread: float | None = None
+    """How much louder the own noise of siblings is than one that they share; None: all is own."""
+
     @abstractmethod
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
         """Samples of one initial noise, given the noise levels of the window, 0 outside it.
@@ -56,9 +59,14 @@ class Tree(Branching):
     children: int = 2
     growth: float = 0.0
     """How much louder the deepest split is than the first, relative to it."""
+    spread: float | None = None
+    """Siblings draw (common + spread own) / sqrt(1 + spread^2); BranchGRPO: 4. Each by itself stays
+    a standard normal, unlike in the released code, which scales the noise. None: all own."""
 
     def __post_init__(self) -> None:
         """Refuse what is no tree."""
+        if self.spread is not None and not self.spread > 0:
+            raise ValueError(f"branching.spread is {self.spread}; it must be above 0, or null")
         if self.children < 2 or not self.growth > -1:
             raise ValueError(
                 f"branching with children {self.children}, growth {self.growth}: "

@@ -108,7 +108,11 @@ def sample(
         distribution = transition(
             cfg.kernel, x, v[trajectory.places(k).to(device)], trajectory.sigmas, k, eta[:, k]
         )
-        x = sample_next(distribution, _noise(x, generators)) if k in steps else distribution.mean
+        x = (
+            sample_next(distribution, _noise(cfg, trajectory, k, generators))
+            if k in steps
+            else distribution.mean
+        )
         states[:, k + 1] = x[trajectory.origin[:, k + 1].to(device)]
         logp = log_density(cfg.kernel, states[:, k + 1].float(), distribution)
         trajectory.logp[:, k] = torch.where(eta[:, k] > 0, logp, 0.0)
@@ -160,6 +164,16 @@ def generate(
     return x
 
 
-def _noise(x: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-    shape = (len(x) // len(generators), *x.shape[1:])
-    return torch.cat([torch.randn(shape, generator=generator) for generator in generators]).to(x)
+def _noise(
+    cfg: Sampling, trajectory: Trajectory, k: int, generators: Sequence[torch.Generator]
+) -> Float[Tensor, "B *latent"]:
+    """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
+    shape = (trajectory.group_size, *trajectory.states.shape[2:])
+
+    def drawn() -> Tensor:
+        return torch.cat([torch.randn(shape, generator=generator) for generator in generators])
+
+    noise, spread = drawn(), cfg.branching.spread
+    if spread is not None:
+        noise = (drawn()[trajectory.origin[:, k]] + spread * noise) / (1 + spread**2) ** 0.5
+    return noise.to(trajectory.states.device)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,11 @@ from flowalign.costs import Costs
 from flowalign.credit.gain import Gain
 from flowalign.functional.tail import Completion
 from flowalign.online import finished, judge, rollout
+from flowalign.reference import unguided
 from flowalign.rollout import Sampling, sample
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 from flowalign.windows import AllButLast, Fixed
+from tests.embedded import new_sd3
 from tests.pixel import PixelPolicy
 from tests.training import new_learner, new_recipe, new_rewards
 
@@ -188,3 +191,21 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
     field = learner.policy if weights == "policy" else learner.reference
     expected = one_after_another(field, trajectory, 1, EVERY)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+
+
+@torch.no_grad()
+def test_tails_without_guidance_cost_half_and_are_those_of_the_unguided_policy():
+    guided, plain = new_sd3(guidance=2.5), new_sd3(guidance=1.0)
+    learner, how = new_learner(guided), Completion(guidance="off")
+    recipe = new_recipe({"num_steps": 3, "samples_per_prompt": 2, "window": Fixed(0, 2)},
+                        credit=Gain(), completion=how)  # fmt: skip
+    prompts = ["a red circle", "two blue squares"]
+    trajectory = rollout(recipe, learner, prompts, 0, 0)
+    costs = Costs()
+    costs.watch(guided.denoiser)
+    got = finished(learner, trajectory, [(1, how)], 100)[1, how]
+    assert costs.sampling_evaluations == 4 * 2, "two steps, one evaluation each"
+    wanted = complete(plain, replace(trajectory, cond=plain.encode(prompts)), [(1, EVERY)], 100)
+    torch.testing.assert_close(got, wanted[1, EVERY], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="samples without classifier-free guidance"):
+        unguided(plain)

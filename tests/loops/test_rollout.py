@@ -7,6 +7,7 @@ import torch
 
 from flowalign.algorithms.grpo import GRPO
 from flowalign.algorithms.surrogates import PPOClip
+from flowalign.branching import Tree
 from flowalign.completion import complete, take, velocity
 from flowalign.costs import Costs
 from flowalign.functional.tail import Completion
@@ -318,3 +319,19 @@ def test_uncounted_work_leaves_no_trace():
     assert costs == Costs(decodes=3)
     generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
     assert costs == Costs(decodes=3, sampling_evaluations=10)
+
+
+def test_siblings_share_a_part_of_their_noise_and_each_alone_is_standard_normal():
+    """Spread 2: correlation 1 / (1 + 4) between the two children of a split."""
+    cfg = Sampling(num_steps=2, samples_per_prompt=2, eta=1.0, window=Fixed(0, 1),
+                   branching=Tree(spread=2.0))  # fmt: skip
+    policy, draws = pixel_policy(), []
+    for seed in range(400):
+        trajectory = sample(policy, ["a"], cfg, (0,), [torch.Generator().manual_seed(seed)])
+        x = trajectory.states
+        v = policy.velocity(x[:, 0], trajectory.sigmas[0], {"length": torch.ones(2, 1)}).detach()
+        at = transition(cfg.kernel, x[:, 0], v, trajectory.sigmas, 0, trajectory.eta[:, 0])
+        draws.append((x[:, 1] - at.mean) / at.std[:, None])
+    both = torch.stack(draws)  # 400 x 2 children x 3
+    assert both.std().item() == pytest.approx(1.0, abs=0.05)
+    assert (both[:, 0] * both[:, 1]).mean().item() == pytest.approx(0.2, abs=0.07)
