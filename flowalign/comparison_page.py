@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from PIL import Image
 
 from flowalign.charts import data_address, style
 from flowalign.comparison import AXES, Axis, Band, Comparison, Row, Spread, leads
@@ -21,6 +22,8 @@ COLOURS = ("#1c1c1c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b
 """Okabe and Ito's, told apart without red or green, the yellow darkened; the baseline is black."""
 DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
 """Lengths in line widths."""
+_CREDIT_WIDTH = 900
+"""Credit pictures are reduced to so many pixels."""
 _CUT = 3.0
 """Horizontal axes end at so many times the common budget; what is beyond has no partner."""
 
@@ -33,11 +36,17 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     partial = out / ".compare.png.tmp"
     partial.write_bytes(picture(comparison))
     os.replace(partial, out / "compare.png")
-    write_text(out / "compare.html", page(out.resolve().name, comparison, missing))
+    earned = credit_pictures(out, comparison)
+    write_text(out / "compare.html", page(out.resolve().name, comparison, missing, earned))
 
 
-def page(name: str, comparison: Comparison, missing: Sequence[str] = ()) -> str:
-    """The self-contained page."""
+def page(
+    name: str,
+    comparison: Comparison,
+    missing: Sequence[str] = (),
+    earned: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The self-contained page; `earned` are methods and addresses of their credit pictures."""
     template = Path(__file__).with_name("compare_template.html.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -52,9 +61,25 @@ def page(name: str, comparison: Comparison, missing: Sequence[str] = ()) -> str:
         charts=[(axis, chart(comparison, axis)) for axis in DRAWN],
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
-        reached=reached, each_seed=each_seed,
+        reached=reached, each_seed=each_seed, earned=earned,
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
     )  # fmt: skip
+
+
+def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
+    """What steps earned at the end of each method's first run, where its method credits steps."""
+    found = []
+    for row in comparison.rows:
+        run = min(run.seed for run in row.method.runs)
+        pictures = sorted((out / row.method.name / f"seed{run}" / "credit").glob("step-*.png"))
+        if pictures:
+            content = io.BytesIO()
+            with Image.open(pictures[-1]) as picture:
+                reduced = picture.convert("RGB")
+                reduced.thumbnail((_CREDIT_WIDTH, 4 * _CREDIT_WIDTH))
+                reduced.save(content, "JPEG", quality=80)
+            found.append((row.method.name, data_address("jpeg", content.getvalue())))
+    return found
 
 
 def verdict(comparison: Comparison) -> str:

@@ -1,5 +1,7 @@
 """`flowalign compare`: what is run, what is kept, what is refused, and what is written."""
 
+import base64
+import io
 import json
 import re
 import signal
@@ -196,6 +198,26 @@ def test_the_page_needs_nothing_but_itself_and_shows_all_methods(
     assert "0.500 / 0.700" in bare
     assert "supports no claim" not in bare
     assert 1500 < Image.open(tmp_path / "out" / "compare.png").width < 3000
+
+
+def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
+    finished, tmp_path, nothing_runs
+):
+    """The last picture of the lowest seed, of the methods that have one."""
+    out = tmp_path / "out"
+    compare(request(*finished, out=out), quiet)
+    assert "What each step earned" not in (out / "compare.html").read_text()
+    folder = out / "fast" / "seed0" / "credit"
+    folder.mkdir()
+    for step, colour in ((0, "red"), (9, "blue")):
+        Image.new("RGB", (1800, 600), colour).save(folder / f"step-{step:06d}.png")
+    comparison = compare(request(*finished, out=out), quiet)
+    ((name, address),) = comparison_page.credit_pictures(out, comparison)
+    picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
+    assert name == "fast"
+    assert picture.size == (900, 300)
+    assert picture.getpixel((5, 5))[2] > 200
+    assert "What each step earned" in (out / "compare.html").read_text()
 
 
 def test_the_page_tells_where_a_method_met_the_baseline(finished, tmp_path, nothing_runs):
