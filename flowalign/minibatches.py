@@ -60,11 +60,6 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 def parts(batch: Rollout, num_parts: int, generator: torch.Generator) -> Iterator[Int[Tensor, "n"]]:
     """Everyone's samples in random order, divided evenly; for pairs, prompts are kept whole."""
     unit = 1 if batch.rival is None else batch.trajectory.group_size
-    if num_parts > len(batch.everyone) // unit and unit > 1:
-        raise ValueError(
-            f"recipe.updates_per_step is {num_parts}, but a loss of pairs divides a step by prompts"
-            f", of which there are {len(batch.everyone) // unit}"
-        )
     order = torch.randperm(len(batch.everyone) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
         yield (part[:, None] * unit + torch.arange(unit)).flatten()

@@ -425,6 +425,7 @@ def _start(*argv: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, "-m", "flowalign", "compare", *argv],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # & in a shell ignores it
     )  # fmt: skip
 
 

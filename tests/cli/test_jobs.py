@@ -70,7 +70,7 @@ except KeyboardInterrupt:
 def stopped_by(number: int, folder: Path, *, group: bool) -> str:
     process = subprocess.Popen(
         [sys.executable, "-c", STOPPED, str(folder)], stdout=subprocess.PIPE, text=True,
-        process_group=0,
+        process_group=0, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     while not ((folder / "a.up").exists() and (folder / "b.up").exists()):
         assert process.poll() is None

@@ -162,9 +162,8 @@ def test_chunks_of_nothing_are_refused(sizes):
     ("samples", "branching"), [(8, Tree(splits=[0, 1, 2])), (6, Comb(children=2))]
 )
 def test_chunks_are_refused_where_samples_branch(samples, branching):
-    cfg = new_recipe(
-        {"samples_per_prompt": samples, "branching": branching},
-        algorithm=GRPO(PPOClip(0.2), chunk_sizes=[2]),
-    )
     with pytest.raises(ValueError, match="each by itself"):
-        train(cfg, new_learner())
+        new_recipe(
+            {"samples_per_prompt": samples, "branching": branching},
+            algorithm=GRPO(PPOClip(0.2), chunk_sizes=[2]),
+        )
