@@ -207,11 +207,17 @@ def _settings(text: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _OURS}
 
 
+_ABSENT = "unknown"
+"""What a setting of another version counts as."""
+
+
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """The first settings that differ."""
     old, new = _flat(there), _flat(here)
-    names = [n for n in old | new if old.get(n) != new.get(n)]
-    told = [f"{n} {old.get(n)} there, {new.get(n)} now" for n in names[:_LONGEST_LIST]]
+    names = [n for n in old | new if old.get(n, _ABSENT) != new.get(n, _ABSENT)]
+    told = [
+        f"{n} {old.get(n, _ABSENT)} there, {new.get(n, _ABSENT)} now" for n in names[:_LONGEST_LIST]
+    ]
     more = len(names) - len(told)
     return "; ".join([*told, *([f"and {more} more"] if more else [])])
 

@@ -299,6 +299,15 @@ def test_a_folder_with_other_settings_is_refused_with_the_difference_and_a_way_o
     ]  # fmt: skip
 
 
+def test_a_setting_that_another_version_did_not_know_is_named(finished, tmp_path, nothing_runs):
+    config = tmp_path / "out" / "plain" / "seed0" / "config.yaml"
+    text = config.read_text()
+    assert "    seeds_per_prompt: null\n" in text
+    config.write_text(text.replace("    seeds_per_prompt: null\n", ""))
+    with pytest.raises(ValueError, match="seeds_per_prompt unknown there, None now"):
+        compare(request(*finished, out=tmp_path / "out"), quiet)
+
+
 def test_a_folder_of_something_else_is_refused(write, tmp_path, nothing_runs):
     folder = tmp_path / "out" / "plain" / "seed0"
     folder.mkdir(parents=True)
