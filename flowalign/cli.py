@@ -83,7 +83,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--steps", type=int, help="steps of the loop, default as in configs/demo.yaml"
+        "--steps", type=int, help="steps of the loop, default as in configs/shapes.yaml"
     )
     parser.add_argument(
         "--output_dir", help="default: the first free of runs/demo, runs/demo-2, ..."

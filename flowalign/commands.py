@@ -78,7 +78,7 @@ def demo(args: argparse.Namespace) -> int:
         args.output_dir = folder
     overrides = ["--seed", str(args.seed), "--output_dir", args.output_dir]
     overrides += ["--num_steps", str(args.steps)] if args.steps else []
-    run_file, config = load("configs/demo.yaml", overrides)
+    run_file, config = load("configs/shapes.yaml", overrides)
     return _train(run_file, config, None, False)
 
 
