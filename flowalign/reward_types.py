@@ -1,24 +1,52 @@
 """What reward models are given and return. Import these from `flowalign.types`."""
 
+import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+T = TypeVar("T")
+Need = Literal["prompt", "fps", "references", "groups"]
+
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """What a reward model is given."""
+    """What a reward model is given: media of one shape, and what is known about each."""
 
     media: Float[Tensor, "n F 3 H W"]
-    """In [0, 1]; an image is a video of one frame."""
+    """RGB in [0, 1]; an image is a video of one frame. A reward of media that require a gradient
+    keeps it."""
     prompts: Sequence[str]
     metadata: Sequence[Mapping[str, Any]] = ()
     """Further columns of the prompt's row, one mapping per sample, or empty."""
+    fps: Sequence[float] = ()
+    """Frames per second of each sample, or empty where unknown."""
+    references: Sequence[Sequence[Float[Tensor, "3 h w"]]] = ()
+    """Source or reference images of each sample (editing, image to video), or empty."""
+    groups: Sequence[int] = ()
+    """Samples with the same id are compared with each other by group-wise models, or empty."""
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    def take(self, rows: Sequence[int]) -> "MediaBatch":
+        """The given samples, in that order."""
+        return MediaBatch(
+            self.media[list(rows)],
+            _pick(self.prompts, rows), _pick(self.metadata, rows), _pick(self.fps, rows),
+            _pick(self.references, rows), _pick(self.groups, rows),
+        )  # fmt: skip
+
+    def chunks(self, size: int) -> list["MediaBatch"]:
+        """The same samples in batches of at most `size`."""
+        starts = range(0, len(self), size)
+        return [self.take(range(i, min(i + size, len(self)))) for i in starts]
 
 
 @dataclass(frozen=True)
@@ -29,10 +57,50 @@ class RewardSpec:
     dims: tuple[str, ...]
     """Names of the R columns, higher is better in each."""
     modality: Literal["image", "video", "any"]
+    """`image` takes one frame, `video` at least two, `any` both."""
     scale: tuple[float, float]
     """Lowest and highest value that any dimension can take; infinite where unbounded."""
     licence: str
     differentiable: bool = False
+    needs: tuple[Need, ...] = ()
+    """What every sample must bring besides its media."""
+    normalisation: str = "none"
+    """What was done to the raw output, such as `z-score` or `divided by 26`."""
+    version: str = ""
+    """What else decides the scores: weights, prompts, settings. Enters the fingerprint."""
+
+    def fingerprint(self) -> str:
+        """A hash of everything here: scores with different fingerprints are not comparable."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def screen(self, batch: MediaBatch) -> dict[int, str]:
+        """Samples that cannot be scored, with the reason. Every model calls this first.
+
+        Raises:
+            ValueError: where the batch as a whole asks for something this model cannot do.
+        """
+        if batch.media.requires_grad and not self.differentiable:
+            raise ValueError(
+                f"reward {self.name!r} has no gradient; its media must not require one"
+            )
+        for need in ("fps", "references", "groups"):
+            if need in self.needs and len(getattr(batch, need)) != len(batch):
+                raise ValueError(f"reward {self.name!r} needs {need} for every sample")
+        frames = batch.media.shape[1]
+        if frames == 0:
+            return dict.fromkeys(range(len(batch)), "it has no frames")
+        if self.modality == "image" and frames > 1:
+            raise ValueError(f"reward {self.name!r} scores images, not videos of {frames} frames")
+        if self.modality == "video" and frames < 2:
+            return dict.fromkeys(range(len(batch)), f"{self.name} needs at least two frames")
+        return self._unusable(batch)
+
+    def _unusable(self, batch: MediaBatch) -> dict[int, str]:
+        finite = batch.media.detach().isfinite().flatten(1).all(1).tolist()
+        failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
+        if "prompt" in self.needs:
+            failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
+        return failed
 
 
 @dataclass(frozen=True)
@@ -43,25 +111,36 @@ class RewardOutput:
     valid: Bool[Tensor, "n R"]
     reasons: Mapping[int, str] = field(default_factory=dict)
     """Sample index to why it failed; every sample with an invalid dimension has one."""
+    uncertainty: Float[Tensor, "n R"] | None = None
+    """Standard deviation of each score, where the model gives one."""
+    extras: Sequence[Mapping[str, Any]] = ()
+    """What else the model said about each sample, such as a judge's text, or empty."""
 
     @staticmethod
     def build(
-        spec: RewardSpec, values: Tensor, failed: Mapping[int, str] | None = None
+        spec: RewardSpec,
+        values: Tensor,
+        failed: Mapping[int, str] | None = None,
+        uncertainty: Tensor | None = None,
+        extras: Sequence[Mapping[str, Any]] = (),
     ) -> "RewardOutput":
         """Mark failed samples, and any non-finite value that a model returned, as invalid."""
         failed = dict(failed or {})
-        values = values.detach().float().cpu().clone()
         if values.ndim != 2 or values.shape[1] != len(spec.dims):
             raise ValueError(
                 f"reward {spec.name!r} returned shape {tuple(values.shape)}, "
                 f"expected (n, {len(spec.dims)}) for {spec.dims}"
             )
-        values[list(failed)] = torch.nan
-        valid = values.isfinite()
+        values = values.float().cpu()
+        valid = values.detach().isfinite()
+        valid[list(failed)] = False
         for i in (~valid).any(1).nonzero().flatten().tolist():
             names = [dim for dim, ok in zip(spec.dims, valid[i].tolist(), strict=True) if not ok]
             failed.setdefault(i, f"{spec.name} returned a non-finite value for {', '.join(names)}")
-        return RewardOutput(values.masked_fill(~valid, torch.nan), valid, failed)
+        if uncertainty is not None:
+            uncertainty = uncertainty.float().cpu().masked_fill(~valid, torch.nan)
+        values = values.masked_fill(~valid, torch.nan)
+        return RewardOutput(values, valid, failed, uncertainty, extras)
 
 
 class RewardModel(ABC):
@@ -71,4 +150,20 @@ class RewardModel(ABC):
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """One row per sample, independent of the other samples in the batch."""
+        """One row per sample, independent of the other samples in the batch.
+
+        Where the batch's media require a gradient, so do the values; a model without a gradient
+        path refuses such a batch.
+        """
+
+
+def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
+    return [column[i] for i in rows] if column else ()
+
+
+class Loadable(ABC):
+    """What has to be fetched, read or reached before it works. Done once, before a run begins."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Get ready; a second call does nothing. Raises ValueError for what cannot be used."""

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.tail import Completion
 from flowalign.functional.transition import Gaussian, Kernel, transition
-from flowalign.reward_types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.reward_types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 __all__ = [
-    "Cond", "CreditEstimator", "MediaBatch", "Minibatch", "ModelPlan", "Policy", "PolicyLoss",
-    "RewardModel", "RewardOutput", "RewardSpec", "StepCredit", "Trajectory", "Values",
+    "Cond", "CreditEstimator", "Loadable", "MediaBatch", "Minibatch", "ModelPlan", "Policy",
+    "PolicyLoss", "RewardModel", "RewardOutput", "RewardSpec", "StepCredit", "Trajectory", "Values",
     "VelocityField",
 ]  # fmt: skip
 

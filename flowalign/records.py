@@ -1,0 +1,36 @@
+"""One row of a preference dataset or scoring job, whatever schema it came in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Media:
+    """An image or a video as it is stored: a path, or the bytes of a file."""
+
+    path: str | None = None
+    data: bytes | None = field(default=None, repr=False)
+    fps: float | None = None
+    """Frames per second where the file does not say it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A prompt with one medium to score, or with several that people compared.
+
+    Every comparison is per named dimension and has one entry per medium. A dimension in which
+    people gave no usable answer is absent.
+    """
+
+    id: str
+    prompt: str
+    media: Sequence[Media]
+    references: Sequence[Media] = ()
+    ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """1 is best; equal ranks are a tie."""
+    votes: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Share of the votes for each medium, summing to 1."""
+    ratings: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """Absolute human scores in the dataset's own units, higher is better."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
