@@ -11,10 +11,10 @@ from flowalign.config import Run
 from flowalign.costs import Costs
 from flowalign.data import Prompts, read_prompts
 from flowalign.distributed import join
+from flowalign.judging import judge, rollout, state_values
 from flowalign.learner import Learner
-from flowalign.online import judge, rollout, train_online, update
+from flowalign.online import train_online, update
 from flowalign.plan import evaluations
-from flowalign.rewards import Rewards
 
 
 def measure(run: Run, repeats: int) -> dict[str, float]:
@@ -26,7 +26,8 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
     costs = Costs()
     costs.watch(run.policy.denoiser)
-    rewards = Rewards(run.rewards, run.reward_weights, run.recipe.on_failed_reward, costs)
+    rewards = run.judges(costs)
+    rewards.load()
     prompts = Prompts(read_prompts(run.prompts), run.seed)
     for _ in train_online(run.recipe, learner, rewards, prompts, run.seed, [0]):
         pass
@@ -37,7 +38,10 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
             times["sample"], lambda i=i: rollout(run.recipe, learner, batch, run.seed, i)
         )
         judged, _ = _timed(
-            times["reward"], lambda t=trajectory: judge(run.recipe, learner, rewards, t)
+            times["reward"],
+            lambda t=trajectory: judge(
+                run.recipe, learner, state_values(run.recipe, learner, rewards, t)
+            ),
         )
         _timed(times["update"], lambda j=judged, i=i: update(run.recipe, learner, j, run.seed, i))
         _timed(times["floor"], lambda t=trajectory: _bare(run, t))

@@ -12,11 +12,12 @@ from flowalign.costs import Costs
 from flowalign.data import Prompts, read_prompts
 from flowalign.distributed import join
 from flowalign.functional.tail import Completion
+from flowalign.judging import finished
 from flowalign.learner import Learner
-from flowalign.online import finished
-from flowalign.rewards import Rewards, StateValues
+from flowalign.rewards import Rewards
 from flowalign.rollout import sample
 from flowalign.seeds import generator
+from flowalign.state_values import StateValues
 from flowalign.types import Trajectory
 
 EVERY = Completion()
@@ -36,7 +37,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
     costs = Costs()
     costs.watch(run.policy.denoiser)
     learner = Learner(run.policy, run.optimizer, processes, 1, None)
-    setting = _Setting(run, learner, Rewards(run.rewards, run.reward_weights, costs=costs))
+    setting = _Setting(run, learner, run.judges(costs))
     setting.together()  # warm up
     ways: dict[str, Callable[[], object]] = {
         "rollout": setting.rollout,

@@ -19,7 +19,7 @@ from flowalign.exploration import is_calibrating
 from flowalign.launch import relaunch
 from flowalign.learner import TrainingFailure
 from flowalign.plan import plan
-from flowalign.rewards import RewardFailure
+from flowalign.rewards import RewardFailure, Rewards
 
 MAX_LINES = 5
 
@@ -121,14 +121,13 @@ def evaluate(args: argparse.Namespace) -> int:
     """`flowalign eval CONFIG [--weights CHECKPOINT]`."""
     from flowalign.distributed import join
     from flowalign.evaluate import evaluate as measure
-    from flowalign.rewards import Rewards
 
     run_file, _ = load(args.config, args.overrides)
     if run_file.evaluation is None:
         raise ConfigError(f"{args.config}: evaluation is null, so there is nothing to evaluate")
     processes = join(run_file.device)
-    _load_policy(run_file, args.weights)
-    rewards = Rewards(run_file.rewards, run_file.reward_weights)
+    rewards = run_file.judges()
+    _load(run_file, args.weights, rewards)
     metrics = measure(run_file.policy, rewards, run_file.evaluation, processes).metrics
     if processes.is_main:
         table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
@@ -145,7 +144,7 @@ def sample(args: argparse.Namespace) -> int:
     from flowalign.seeds import generator
 
     run_file, _ = load(args.config, args.overrides)
-    _load_policy(run_file, args.weights)
+    _load(run_file, args.weights)
     prompts = [prompt for prompt in args.prompt for _ in range(args.count)]
     steps = (
         run_file.evaluation.num_steps if run_file.evaluation else run_file.recipe.sampling.num_steps
@@ -215,7 +214,7 @@ def doctor(_args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_policy(run_file: Run, weights: str | None) -> None:
+def _load(run_file: Run, weights: str | None, rewards: Rewards | None = None) -> None:
     import torch
 
     from flowalign.distributed import join
@@ -223,6 +222,8 @@ def _load_policy(run_file: Run, weights: str | None) -> None:
     if run_file.threads:
         torch.set_num_threads(run_file.threads)
     try:
+        if rewards:
+            rewards.load()
         run_file.policy.load(join(run_file.device).device)
         if weights:
             run_file.policy.load_weights(weights)

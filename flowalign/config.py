@@ -14,12 +14,13 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.calibration import Calibration
 from flowalign.checkpoint import Checkpoints
-from flowalign.data import read_prompts
+from flowalign.costs import Costs
+from flowalign.data import read_metadata
 from flowalign.evaluate import Evaluation
 from flowalign.functional.transition import FlowSDE
 from flowalign.learner import Optimizer
-from flowalign.online import Online
 from flowalign.paths import bundled
+from flowalign.recipe import Online
 from flowalign.rewards import Rewards
 from flowalign.types import Policy, RewardModel
 from flowalign.windows import AllButLast, Fixed
@@ -85,10 +86,21 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.calibration:
             _check_calibration(self.recipe)
-        Rewards(self.rewards, self.reward_weights)
-        read_prompts(self.prompts)
+        self.recipe.check(self.judges())
         if self.evaluation:
             self.evaluation.items()
+
+    def judges(self, costs: Costs | None = None) -> Rewards:
+        """The reward models with their weights and what the prompt files say beside prompts."""
+        metadata = read_metadata(self.prompts)
+        for path in self.evaluation.prompts.values() if self.evaluation else ():
+            for prompt, fields in read_metadata(path).items():
+                if metadata.setdefault(prompt, fields) != fields:
+                    raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
+        return Rewards(
+            self.rewards, self.reward_weights, self.recipe.on_failed_reward, costs or Costs(),
+            metadata,
+        )  # fmt: skip
 
 
 def _check_calibration(recipe: Online) -> None:

@@ -16,9 +16,9 @@ from flowalign.branching import Branching, Chain
 from flowalign.completion import Tail
 from flowalign.credit.outcome import Outcome
 from flowalign.credit_chart import MOST_ROWS, CreditRecord, draw
-from flowalign.online import Judged
+from flowalign.judging import Judged
 from flowalign.paths import write_text
-from flowalign.rewards import StateValues
+from flowalign.state_values import StateValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 
 _LARGEST = 160

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flowalign.paths import bundled
 
@@ -39,6 +40,24 @@ def read_prompts(path: str) -> list[str]:
     Raises:
         ValueError: the file is missing, empty, or a line holds no prompt.
     """
+    return [row["prompt"] for row in _rows(path)]
+
+
+def read_metadata(path: str) -> dict[str, dict[str, Any]]:
+    """The further fields of each prompt of a JSONL file, for rewards that read them.
+
+    Raises:
+        ValueError: as `read_prompts`, or two lines give one prompt different fields.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for row in _rows(path):
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        if known.setdefault(row["prompt"], fields) != fields:
+            raise ValueError(f"{path}: prompt {row['prompt']!r} occurs with different fields")
+    return known if any(known.values()) else {}
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
     file = Path(bundled(path))
     if not file.is_file():
         raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
@@ -51,11 +70,11 @@ def read_prompts(path: str) -> list[str]:
     if not lines:
         raise ValueError(f"prompts file {path!r} holds no prompt")
     if file.suffix == ".jsonl":
-        return [_field(line, f"{path}:{n}") for n, line in lines]
-    return [line for _, line in lines]
+        return [_row(line, f"{path}:{n}") for n, line in lines]
+    return [{"prompt": line} for _, line in lines]
 
 
-def _field(line: str, where: str) -> str:
+def _row(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -63,4 +82,4 @@ def _field(line: str, where: str) -> str:
     prompt = row.get("prompt") if isinstance(row, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
-    return prompt
+    return row

@@ -16,7 +16,7 @@ from flowalign.paths import write_text
 from flowalign.rewards import Rewards
 from flowalign.rollout import generate
 from flowalign.seeds import generator
-from flowalign.types import MediaBatch, Policy
+from flowalign.types import Policy
 
 GRID_COLUMNS = 8
 
@@ -77,15 +77,20 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
         policy, [items[i][1] for i in mine], cfg.num_steps,
         [generator(cfg.seed, "evaluation", i) for i in mine], cfg.micro_batch,
     )  # fmt: skip
-    media = torch.cat([policy.decode(x).cpu() for x in latents.split(cfg.micro_batch)])
-    scores = rewards.score(MediaBatch(media, [items[i][1] for i in mine])).values
-    scores, latents = processes.gather(scores), processes.gather(latents)
-    first_frames = processes.gather(media[:, 0])
+    prompts, order = [items[i][1] for i in mine], {text: n for n, (_, text) in enumerate(items)}
+    scoring, first_frames = rewards.scoring(), []
+    for start in range(0, len(mine), cfg.micro_batch):
+        some = prompts[start : start + cfg.micro_batch]
+        media = policy.decode(latents[start : start + len(some)]).cpu()
+        scoring.add(rewards.batch(media, some, [order[prompt] for prompt in some]))
+        first_frames.append(media[:, 0])
+    scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
+    frames = processes.gather(torch.cat(first_frames))
     shown = _spread_over_splits(items, cfg.grid)
     return Evaluated(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
         | {"eval/diversity": diversity(latents, [prompt for _, prompt in items])},
-        grid=first_frames[shown],
+        grid=frames[shown],
         grid_prompts=[items[i][1] for i in shown],
     )
 

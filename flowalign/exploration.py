@@ -15,10 +15,12 @@ from flowalign.completion import Tail
 from flowalign.config import Run
 from flowalign.data import Prompts, read_prompts
 from flowalign.functional.transition import DanceSDE
+from flowalign.judging import finished
 from flowalign.learner import Learner
-from flowalign.online import Online, finished
-from flowalign.rewards import Rewards, StateValues
+from flowalign.recipe import Online
+from flowalign.rewards import Rewards
 from flowalign.rollout import Sampling, sample
+from flowalign.state_values import StateValues
 
 FILE = "calibration.json"
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from flowalign.config import Run
 from flowalign.minibatches import alternatives
-from flowalign.online import Online
+from flowalign.recipe import Online
 from flowalign.reference import unguided
 from flowalign.rollout import DTYPES
 from flowalign.seeds import generator

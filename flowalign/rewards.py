@@ -1,17 +1,17 @@
 """Several reward models seen as one: dimensions side by side, a weight each; no failure scores."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.completion import Tail
 from flowalign.costs import Costs
-from flowalign.functional.tail import Completion
-from flowalign.types import MediaBatch, Policy, RewardModel, RewardOutput, Trajectory, Values
+from flowalign.functional.combine import Multipliers
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
 
@@ -28,8 +28,13 @@ class Rewards:
     weight_of: Mapping[str, float]
     on_failure: OnFailure = "raise"
     costs: Costs = field(default_factory=Costs)
+    metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further columns of each prompt's row, for models that read them."""
     dims: tuple[str, ...] = field(init=False)
     weights: Float[Tensor, "R"] = field(init=False)
+    multipliers: Multipliers | None = field(default=None, init=False)
+    """Of the weights, where a recipe holds dimensions near thresholds."""
+    _workers: dict[int, ThreadPoolExecutor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse weights that name nothing, or nothing to optimise."""
@@ -53,107 +58,114 @@ class Rewards:
                 f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}"
             )
 
+    @property
+    def current_weights(self) -> Float[Tensor, "R"]:
+        """The weights of this step: those given, times the multipliers of thresholds."""
+        if self.multipliers is None:
+            return self.weights
+        held = self.multipliers.thresholds.isfinite()
+        return torch.where(held, self.weights * self.multipliers.weights, self.weights)
+
+    def load(self) -> None:
+        """Get every model ready. Raises ValueError for weights or servers that cannot be used."""
+        for model in self.models:
+            if isinstance(model, Loadable):
+                model.load()
+
+    def batch(
+        self, media: Float[Tensor, "n F 3 H W"], prompts: Sequence[str], groups: Sequence[int] = ()
+    ) -> MediaBatch:
+        """Media with all that is known of their prompts."""
+        metadata = [self.metadata.get(prompt, {}) for prompt in prompts] if self.metadata else ()
+        return MediaBatch(media, prompts, metadata, groups=groups)
+
+    def scoring(self) -> "Scoring":
+        """Scores for media that arrive in chunks; every model works in its own thread."""
+        return Scoring(self)
+
     def score(self, batch: MediaBatch) -> RewardOutput:
         """All dimensions of all models; reasons joined."""
-        parts = [model.score(batch) for model in self.models]
-        self.costs.reward_calls += len(batch.prompts) * len(self.models)
-        reasons: dict[int, str] = {}
-        for part in parts:
-            for i, why in part.reasons.items():
-                reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
-        return RewardOutput(
-            torch.cat([p.values for p in parts], 1), torch.cat([p.valid for p in parts], 1), reasons
-        )
+        scoring = self.scoring()
+        scoring.add(batch)
+        return scoring.result()
+
+    def worker(self, model: RewardModel) -> ThreadPoolExecutor:
+        """The one thread in which a model works: models run beside each other, calls in order."""
+        if id(model) not in self._workers:
+            name = f"reward-{model.spec.name}"
+            self._workers[id(model)] = ThreadPoolExecutor(1, thread_name_prefix=name)
+        return self._workers[id(model)]
 
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
         """Samples whose weighted dimensions are all valid; failed others are only not logged."""
         return valid[:, self.weights != 0].all(1)
 
 
-class StateValues(Values):
-    """The values of one trajectory: each state is finished, decoded and scored at most once."""
+class Scoring:
+    """Scores of media that arrive chunk by chunk, computed while the caller goes on.
 
-    pictured = 6
-    """Of how many samples the decoded media are kept, for a person to look at."""
+    Models that compare samples of a group are asked once, when all chunks are there; the chunks
+    of one scoring must hold whole groups together.
+    """
 
-    def __init__(
-        self,
-        policy: Policy,
-        rewards: Rewards,
-        trajectory: Trajectory,
-        finish: Callable[[Sequence[Tail]], Mapping[Tail, Tensor]],
-        how: Completion,
-        micro_batch: int,
-    ):
-        self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
-        self.finish, self.how, self.micro_batch = finish, how, micro_batch
-        self.known: dict[Tail, RewardOutput] = {}
-        self.media: dict[Tail, Tensor] = {}
-        """Of states k of the first `pictured` samples."""
+    def __init__(self, rewards: Rewards):
+        self.rewards = rewards
+        self.jobs: list[list[Future[RewardOutput]]] = [[] for _ in rewards.models]
+        self.batches: list[MediaBatch] = []
 
-    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
-        """Rewards of states ks after finishing each by ODE; NaN where a reward failed."""
-        tails = [self._tail(k, how) for k in ks]
-        missing = sorted({t for t in tails if t not in self.known}, key=lambda tail: tail[0])
-        if missing:
-            self._score(missing)
-        places = [self.trajectory.places(k) for k in ks]
-        values = [self.known[t].values[at] for t, at in zip(tails, places, strict=True)]
-        return torch.stack(values, 1)
+    def add(self, batch: MediaBatch) -> None:
+        """Hand a chunk to the models' threads."""
+        self.rewards.costs.reward_calls += len(batch) * len(self.rewards.models)
+        compares = False
+        for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
+            if "groups" in model.spec.needs:
+                compares = True
+            else:
+                jobs.append(self.rewards.worker(model).submit(model.score, batch))
+        if compares:
+            self.batches.append(batch)
 
-    def _tail(self, k: int, how: Completion | None) -> Tail:
-        finished = k == self.trajectory.num_steps
-        return k, self.how if finished or how is None else how
-
-    def _score(self, missing: Sequence[Tail]) -> None:
-        """All missing states in one go, in chunks that go through decoder and rewards together."""
-        trajectory, end = self.trajectory, self.trajectory.num_steps
-        latents = dict(self.finish([tail for tail in missing if tail[0] < end]))
-        if (end, self.how) in missing:
-            holders = trajectory.holders(end).to(trajectory.states.device)
-            latents[end, self.how] = trajectory.states[holders, end].float()
-        rows = [trajectory.holders(k) for k, _ in missing]
-        shown = torch.cat([torch.isin(trajectory.holders(k), self._shown(k)) for k, _ in missing])
-        media, outputs = [], []
-        everything = torch.cat([latents[tail] for tail in missing]).split(self.micro_batch)
-        chunks = torch.cat(rows).split(self.micro_batch), shown.split(self.micro_batch)
-        for x, row, keep in zip(everything, *chunks, strict=True):
-            pictures = self.policy.decode(x).cpu()
-            self.rewards.costs.decodes += len(x)
-            batch = MediaBatch(pictures, [trajectory.prompts[int(i)] for i in row])
-            outputs.append(self.rewards.score(batch))
-            media.append(pictures[keep])
-        start, kept = 0, torch.cat(media)
-        for tail, row in zip(missing, rows, strict=True):
-            self.known[tail] = _part(outputs, self.micro_batch, start, start + len(row))
-            start += len(row)
-            self._check(tail, row)
-            wanted, at = self._shown(tail[0]).unique(return_inverse=True)
-            self.media[tail], kept = kept[: len(wanted)][at], kept[len(wanted) :]
-
-    def _shown(self, k: int) -> Int[Tensor, "n"]:
-        return self.trajectory.origin[: self.pictured, k]
-
-    def _check(self, tail: Tail, row: Int[Tensor, "n"]) -> None:
-        output = self.known[tail]
-        usable = self.rewards.usable(output.valid)
-        if self.rewards.on_failure == "raise" and not usable.all():
-            i = int((~usable).nonzero()[0])
-            raise RewardFailure(
-                f"{int((~usable).sum())} of {len(usable)} rewards failed at state {tail[0]}. First:"
-                f" sample {int(row[i])}, prompt {self.trajectory.prompts[int(row[i])]!r}: "
-                f"{output.reasons[i]}.\n"
-                "Set on_failed_reward to drop_sample or drop_group to go on without such samples."
-            )
+    def result(self) -> RewardOutput:
+        """All dimensions of all chunks, in order. Raises what a model raised."""
+        if self.batches:
+            whole = joined_batches(self.batches)
+            self.batches = []
+            for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
+                if "groups" in model.spec.needs:
+                    jobs.append(self.rewards.worker(model).submit(model.score, whole))
+        columns = [joined_rows([job.result() for job in jobs]) for jobs in self.jobs]
+        reasons: dict[int, str] = {}
+        for part in columns:
+            for i, why in part.reasons.items():
+                reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
+        return RewardOutput(
+            torch.cat([c.values for c in columns], 1), torch.cat([c.valid for c in columns], 1),
+            reasons,
+        )  # fmt: skip
 
 
-def _part(outputs: Sequence[RewardOutput], size: int, start: int, stop: int) -> RewardOutput:
-    """Rows start to stop of outputs that hold `size` rows each."""
-    reasons = {size * j + i: why for j, out in enumerate(outputs) for i, why in out.reasons.items()}
+def joined_rows(outputs: Sequence[RewardOutput]) -> RewardOutput:
+    """The samples of several outputs of one model, one after another."""
+    reasons, start = {}, 0
+    for output in outputs:
+        reasons |= {start + i: why for i, why in output.reasons.items()}
+        start += len(output.values)
     return RewardOutput(
-        torch.cat([out.values for out in outputs])[start:stop],
-        torch.cat([out.valid for out in outputs])[start:stop],
-        {i - start: why for i, why in reasons.items() if start <= i < stop},
+        torch.cat([output.values for output in outputs]),
+        torch.cat([output.valid for output in outputs]),
+        reasons,
+    )
+
+
+def joined_batches(batches: Sequence[MediaBatch]) -> MediaBatch:
+    """The samples of several batches, one after another."""
+    return MediaBatch(
+        torch.cat([b.media for b in batches]),
+        [p for b in batches for p in b.prompts],
+        [m for b in batches for m in b.metadata],
+        [f for b in batches for f in b.fps],
+        [r for b in batches for r in b.references],
+        [g for b in batches for g in b.groups],
     )
 
 

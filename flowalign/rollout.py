@@ -144,6 +144,25 @@ def blank(
     )
 
 
+def joined(parts: Sequence[Trajectory]) -> Trajectory:
+    """The samples of several trajectories of one schedule, one after another."""
+    starts = torch.tensor([len(part.origin) for part in parts]).cumsum(0).tolist()
+    first = parts[0]
+    return replace(
+        first,
+        logp=torch.cat([part.logp for part in parts]),
+        states=torch.cat([part.states for part in parts]),
+        eta=torch.cat([part.eta for part in parts]),
+        cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        origin=torch.cat(
+            [part.origin + start for part, start in zip(parts, [0, *starts], strict=False)]
+        ),
+        means={k: torch.cat([part.means[k] for part in parts]) for k in first.means},
+        finished={tail: torch.cat([p.finished[tail] for p in parts]) for tail in first.finished},
+    )
+
+
 @torch.no_grad()
 def generate(
     policy: Policy,

@@ -72,14 +72,14 @@ def start(run: Run, config: str, say: Callable[[str], None], resume: Path | None
             "or choose another output_dir."
         )
     processes.barrier()
+    costs, recipe = Costs(), run.recipe
+    rewards = run.judges(costs)
+    rewards.load()
     run.policy.load(processes.device)
-    costs = Costs()
-    recipe = run.recipe
     updates = run.num_steps * recipe.updates_per_step * recipe.epochs_per_step
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     costs.watch(run.policy.denoiser)  # before the learner copies it for a reference
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
-    rewards = Rewards(run.rewards, run.reward_weights, recipe.on_failed_reward, costs)
     session = Session(run, config, folder, processes, learner, rewards, costs, say)
     if processes.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
@@ -173,6 +173,9 @@ def _resume(session: Session, resume: Path) -> int:
             setattr(session.costs, name, value)
     session.seconds_before = loop["seconds"]
     session.before = loop["before"]
+    if loop["multipliers"] and session.run.recipe.thresholds:
+        start = session.run.recipe.thresholds.start(session.rewards.dims)
+        session.rewards.multipliers = start.restored(loop["multipliers"])
     session.started = time.perf_counter()
     session.say(f"resumed {resume} after {loop['step']} steps")
     return loop["step"]
@@ -211,7 +214,9 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
+    multipliers = session.rewards.multipliers
     loop = {"costs": asdict(spent), "seconds": session.seconds, "before": session.before}
+    loop["multipliers"] = multipliers.state() if multipliers else None
     try:
         folder = checkpoint.save(root, done, session.learner, session.config, loop)
     except OSError as error:

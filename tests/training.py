@@ -12,7 +12,8 @@ from flowalign.data import Prompts
 from flowalign.distributed import Processes
 from flowalign.functional.tail import Completion
 from flowalign.learner import Learner, Optimizer
-from flowalign.online import Online, train_online
+from flowalign.online import train_online
+from flowalign.recipe import Online
 from flowalign.rewards import Rewards
 from flowalign.rollout import Sampling
 from flowalign.types import Policy, Values

@@ -5,7 +5,8 @@ from flowalign import bench
 from flowalign.config import load
 from flowalign.costs import Costs
 from flowalign.data import Prompts
-from flowalign.online import judge, rollout, update
+from flowalign.judging import judge, rollout, state_values
+from flowalign.online import update
 from flowalign.rewards import Rewards
 from tests.training import new_learner
 
@@ -25,7 +26,7 @@ def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
     costs.watch(run.policy.denoiser)
     rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
     trajectory = rollout(run.recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
-    batch, _ = judge(run.recipe, learner, rewards, trajectory)
+    batch, _ = judge(run.recipe, learner, state_values(run.recipe, learner, rewards, trajectory))
     update(run.recipe, learner, batch, 0, 0)
     step = (costs.sampling_evaluations, costs.training_evaluations)
     bench._bare(run, trajectory)

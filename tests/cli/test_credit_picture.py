@@ -26,7 +26,8 @@ from flowalign.credit_picture import (
     worth_a_picture,
 )
 from flowalign.data import Prompts
-from flowalign.online import judge, rollout, train_online
+from flowalign.judging import judge, rollout, state_values
+from flowalign.online import train_online
 from flowalign.report import write_report
 from flowalign.sheet import Scale
 from tests.cli.fake_run import fake_run
@@ -45,7 +46,16 @@ def _no_curves(monkeypatch):
 
 def judged(cfg, learner, trajectory, rewards=None):
     seen = []
-    judge(cfg, learner, rewards or new_rewards(), trajectory, seen.append)
+    judge(
+        cfg,
+        learner,
+        state_values(
+            cfg,
+            learner,
+            state_values(cfg, learner, rewards or new_rewards(), trajectory),
+            seen.append,
+        ),
+    )
     return seen[0]
 
 

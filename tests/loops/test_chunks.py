@@ -13,8 +13,9 @@ from flowalign.chunks import chunked
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.surrogate import ppo_clip
 from flowalign.functional.transition import log_density
+from flowalign.judging import judge, rollout, state_values
 from flowalign.minibatches import minibatches
-from flowalign.online import judge, rollout, update
+from flowalign.online import update
 from flowalign.types import CreditEstimator, StepCredit
 from tests.training import ALONE, new_learner, new_recipe, new_rewards, train
 
@@ -35,7 +36,15 @@ class Own(CreditEstimator):
 
 def made(algorithm, **recipe):
     learner, cfg = new_learner(), new_recipe(algorithm=algorithm, credit=Own(), **recipe)
-    return learner, cfg, judge(cfg, learner, new_rewards(), rollout(cfg, learner, THREE, 0, 0))[0]
+    return (
+        learner,
+        cfg,
+        judge(
+            cfg,
+            learner,
+            state_values(cfg, learner, new_rewards(), rollout(cfg, learner, THREE, 0, 0)),
+        )[0],
+    )
 
 
 def gradients(learner, cfg, batch):

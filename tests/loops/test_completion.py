@@ -9,7 +9,7 @@ from flowalign.completion import complete, take
 from flowalign.costs import Costs
 from flowalign.credit.gain import Gain
 from flowalign.functional.tail import Completion
-from flowalign.online import finished, judge, rollout
+from flowalign.judging import finished, judge, rollout, state_values
 from flowalign.reference import unguided
 from flowalign.rollout import Sampling, sample
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
@@ -172,7 +172,11 @@ def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget()
     decode, score = learner.policy.decode, rewards.models[0].score
     learner.policy.decode = lambda x: sizes.append(len(x)) or decode(x)
     rewards.models[0].score = lambda batch: sizes.append(len(batch.prompts)) or score(batch)
-    judge(recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0))
+    judge(
+        recipe,
+        learner,
+        state_values(recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)),
+    )
     assert max(sizes) == 5
     assert sum(sizes) == 12 * (T + T * (T - 1) // 2 + 2 * T)
 

@@ -8,7 +8,8 @@ import torch
 
 from flowalign.config import load
 from flowalign.costs import Costs
-from flowalign.online import judge, rollout, update
+from flowalign.judging import judge, rollout, state_values
+from flowalign.online import update
 from flowalign.plan import evaluations
 from flowalign.seeds import generator
 from tests.pixel import PixelPolicy
@@ -43,7 +44,7 @@ def test_a_step_costs_what_the_plan_says(recipe):
     wanted = evaluations(recipe, window)
     blank, asked = recipe.blank(window), recipe.asked(window)
     trajectory = rollout(recipe, learner, THREE, 0, 0)
-    batch, _ = judge(recipe, learner, rewards, trajectory)
+    batch, _ = judge(recipe, learner, state_values(recipe, learner, rewards, trajectory))
     assert costs.sampling_evaluations == 3 * (wanted["sampling"] + wanted["completing"])
     valued = {*asked, (sampling.num_steps, recipe.completion)}
     scored = 3 * sum(len(blank.holders(k)) for k, _ in valued)

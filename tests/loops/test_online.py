@@ -19,8 +19,11 @@ from flowalign.costs import Costs
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.ema import EMA
 from flowalign.functional.transition import log_density
+from flowalign.judging import judge, rollout, state_values
 from flowalign.learner import Optimizer, TrainingFailure
-from flowalign.online import Online, judge, minibatches, rollout, update
+from flowalign.minibatches import minibatches
+from flowalign.online import update
+from flowalign.recipe import Online
 from flowalign.rewards import RewardFailure, Rewards
 from flowalign.rollout import Sampling
 from flowalign.types import (
@@ -82,7 +85,9 @@ class Rising(CreditEstimator):
 
 def judged(cfg: Online, rewards: Rewards, learner=None):
     learner = learner or new_learner()
-    return judge(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+    return judge(
+        cfg, learner, state_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+    )
 
 
 REWARD_CLIP = RewardClip(low=0.05, clip=0.2, sensitivity=1.0)
@@ -359,7 +364,11 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
     trajectory = rollout(cfg, alone, THREE[:1], 0, 0)
-    only, _ = judge(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory)
+    only, _ = judge(
+        cfg,
+        alone,
+        state_values(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory),
+    )
     update(cfg, alone, only, 0, 0)
     torch.testing.assert_close(
         flat(spoilt.policy.denoiser), flat(alone.policy.denoiser), atol=1e-6, rtol=1e-5

@@ -13,8 +13,9 @@ from flowalign.credit.gain import Gain
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.preference import step_dpo
 from flowalign.functional.transition import CPS, log_density
+from flowalign.judging import judge, rollout, state_values
 from flowalign.minibatches import Rollout, minibatches, paired
-from flowalign.online import judge, rollout, update
+from flowalign.online import update
 from flowalign.windows import Fixed
 from tests.pixel import PixelPolicy
 from tests.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
@@ -26,9 +27,9 @@ OLD = StepDPO(reference="old")
 def sampled(learner=None, advantage=None, **sampling) -> Rollout:
     """A rollout whose advantages are told, before it is paired."""
     cfg = new_recipe(sampling)
-    batch, _ = judge(cfg, learner or new_learner(), new_rewards(), rollout(
-        cfg, learner or new_learner(), THREE, 0, 0
-    ))  # fmt: skip
+    learner = learner or new_learner()
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
     return batch if advantage is None else replace(batch, advantage=advantage)
 
 

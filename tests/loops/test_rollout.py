@@ -20,7 +20,8 @@ from flowalign.functional.transition import (
     log_density,
     transition,
 )
-from flowalign.online import judge, minibatches, rollout
+from flowalign.judging import judge, rollout, state_values
+from flowalign.minibatches import minibatches
 from flowalign.rollout import Sampling, generate, sample
 from flowalign.seeds import generator
 from flowalign.windows import AllButLast, Fixed
@@ -89,7 +90,7 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    judged, _ = judge(cfg, learner, new_rewards(), trajectory)
+    judged, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
         current = batch.transition(learner.policy)

@@ -1,0 +1,199 @@
+"""Several reward dimensions as one signal, beyond a weighted sum of advantages.
+
+Rows are samples, `valid` says which of their rewards could be computed, `group` which samples share
+a prompt (zeros for the whole batch). An invalid reward never changes what another sample gets; what
+depends on it is NaN, never 0.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+Bound = Literal["at_least", "near"]
+
+
+def weighted_sum(
+    value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], weights: Float[Tensor, "R"]
+) -> Float[Tensor, "n"]:
+    """Sum of the weighted dimensions; NaN where one of them is invalid. Weight 0 is left out."""
+    used = weights != 0
+    total = (value * weights)[:, used].sum(1)
+    return total.masked_fill(~valid[:, used].all(1), math.nan)
+
+
+def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float[Tensor, "R"]:
+    """Mean of each dimension over its valid samples; NaN where there is none."""
+    return torch.where(valid, value, math.nan).nanmean(0)
+
+
+# Log-sigmoid-centred ------------------------------------------------------------------------------
+
+
+def reference_quantile(
+    reference: Float[Tensor, "m R"],
+    valid: Bool[Tensor, "m R"],
+    group: Int[Tensor, "m"],
+    of: Int[Tensor, "n"],
+    quantile: float = 0.5,
+) -> Float[Tensor, "n R"]:
+    """A reward that is good enough, for each row of `of`: a quantile of the reference's rewards.
+
+    Per prompt and dimension, over valid rewards; NaN for a prompt or dimension that has none.
+    """
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile must be in [0, 1], got {quantile}")
+    known = torch.where(valid, reference, math.nan)
+    out = reference.new_full((len(of), reference.shape[1]), math.nan)
+    for prompt in of.unique():
+        rows = known[group == prompt]
+        if len(rows):
+            out[of == prompt] = rows.nanquantile(quantile, 0)
+    return out
+
+
+def log_sigmoid_centred(
+    reward: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], reference: Float[Tensor, "n R"]
+) -> Float[Tensor, "n R"]:
+    """log sigmoid(reward - reference): log-probability of beating the reference, at most 0.
+
+    Rewards must be logits of preferences (Bradley-Terry). Summed over dimensions (`weighted_sum`)
+    it is the log-probability of being good in all of them, so the worst counts most, and what is
+    good already gains little from more. NaN where the reward is invalid or has no reference.
+
+    Source: arXiv:2402.00742.
+    """
+    return logsigmoid(reward - reference).masked_fill(~valid, math.nan)
+
+
+# Pareto -------------------------------------------------------------------------------------------
+
+
+def pareto_mask(
+    reward: Float[Tensor, "n R"],
+    valid: Bool[Tensor, "n R"],
+    group: Int[Tensor, "n"],
+    weights: Float[Tensor, "R"],
+) -> Bool[Tensor, "n"]:
+    """Samples that no other of their group dominates: is as good everywhere and better somewhere.
+
+    Higher is better, lower where the weight is negative; dimensions of weight 0 do not count.
+    Samples with an invalid reward are out, and dominate nobody.
+
+    Source: batch-wise Pareto-optimal selection of Parrot, arXiv:2401.05675, which updates on these
+    samples only.
+    """
+    used = weights != 0
+    usable = valid[:, used].all(1)
+    value = reward[:, used] * weights[used].sign()
+    keep = usable.clone()
+    for prompt in group[usable].unique():
+        rows = (usable & (group == prompt)).nonzero()[:, 0]
+        other, mine = value[rows][:, None], value[rows][None]
+        keep[rows] = ~((other >= mine).all(2) & (other > mine).any(2)).any(0)
+    return keep
+
+
+# Gaps ---------------------------------------------------------------------------------------------
+
+
+def unit_range(
+    value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], group: Int[Tensor, "n"]
+) -> Float[Tensor, "n R"]:
+    """Each dimension mapped to [0, 1] inside each group, the extremes being those of valid rewards.
+
+    Groups without spread are 0.5; invalid rewards are NaN.
+    """
+    out = torch.full_like(value, math.nan)
+    for prompt in group.unique():
+        rows = group == prompt
+        mine, known = value[rows], valid[rows]
+        low = mine.masked_fill(~known, math.inf).amin(0)
+        spread = mine.masked_fill(~known, -math.inf).amax(0) - low
+        unit = torch.where(spread > 0, (mine - low) / spread, 0.5)
+        out[rows] = unit.masked_fill(~known, math.nan)
+    return out
+
+
+def gap_weights(
+    winner: Float[Tensor, "n"], loser: Float[Tensor, "n"], base: float = 2.0
+) -> Float[Tensor, "n"]:
+    """base^winner - base^loser, the weight of a pair's loss; 0 ... base - 1 for rewards in [0, 1].
+
+    Equal gaps weigh more among good samples. Negative where the rewards contradict the label, NaN
+    where one of them is.
+
+    Source: GAPO, arXiv:2504.10044; base 2.
+    """
+    if base <= 1:
+        raise ValueError(f"base must be above 1, or gaps have no weight, got {base}")
+    return base**winner - base**loser
+
+
+# Lagrangian thresholds ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Weights of reward dimensions that rise while one misses its threshold and fall beyond it.
+
+    The threshold is the reward up to which a dimension is a good proxy of what people want. Weights
+    multiply the advantages of their dimensions, `rest` that of staying near the reference (the KL).
+
+    Source: constrained RLHF, arXiv:2310.04373, mu-PPO ("at_least") and xi-PPO ("near"), and its
+    code, which draws the first multipliers near 0; ours start there.
+    """
+
+    thresholds: Float[Tensor, "R"]
+    bound: Bound
+    """"at_least": weights in (0, 1). "near": weights in (-1, 1), which push back from beyond."""
+    raw: Float[Tensor, "R"]
+    """The multipliers before sigmoid or tanh."""
+    velocity: Float[Tensor, "R"]
+    """Momentum of the dual ascent."""
+
+    @staticmethod
+    def start(thresholds: Float[Tensor, "R"], bound: Bound = "near") -> "Multipliers":
+        """Multipliers before any update: weights 1/2 for "at_least", 0 for "near"."""
+        if bound not in get_args(Bound):
+            raise ValueError(f"bound {bound!r} unknown; choose from {', '.join(get_args(Bound))}")
+        zero = torch.zeros_like(thresholds)
+        return Multipliers(thresholds, bound, zero, zero)
+
+    @property
+    def weights(self) -> Float[Tensor, "R"]:
+        """Of the dimensions."""
+        return self.raw.sigmoid() if self.bound == "at_least" else self.raw.tanh()
+
+    @property
+    def rest(self) -> Float[Tensor, ""]:
+        """What the dimensions leave, R - sum of weights: the weight of the KL to the reference."""
+        return len(self.raw) - self.weights.sum()
+
+    def state(self) -> list[list[float]]:
+        """What a checkpoint keeps."""
+        return [self.raw.tolist(), self.velocity.tolist()]
+
+    def restored(self, state: list[list[float]]) -> "Multipliers":
+        """These multipliers where a checkpoint left them."""
+        raw, velocity = (torch.tensor(part) for part in state)
+        return replace(self, raw=raw, velocity=velocity)
+
+    def update(
+        self, reward: Float[Tensor, "R"], rate: float = 0.1, momentum: float = 0.1
+    ) -> "Multipliers":
+        """After a step whose mean rewards were these (`valid_mean`, over all processes).
+
+        raw -= rate * velocity, with velocity = momentum * velocity + d weights/d raw * excess.
+        A dimension whose mean is NaN keeps its multiplier and its momentum.
+        """
+        weights = self.weights
+        slope = weights * (1 - weights) if self.bound == "at_least" else 1 - weights**2
+        velocity = momentum * self.velocity + slope * (reward - self.thresholds)
+        velocity = torch.where(reward.isnan(), self.velocity, velocity)
+        raw = torch.where(reward.isnan(), self.raw, self.raw - rate * velocity)
+        return replace(self, raw=raw, velocity=velocity)
