@@ -73,23 +73,18 @@ def style() -> dict[Any, Any]:
 
 def chart(panel: Panel) -> str:
     """The panel as an SVG data address; 320 units wide: letters have 11 px on a phone."""
-    import matplotlib
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(style()):
-        figure = Figure(figsize=(320 / 72, 210 / 72), layout="constrained")
-        axes = figure.add_subplot()
+    def draw(axes: Any) -> None:
         panel.draw(axes, panel.lines)
         axes.set(xlabel="step", ylabel=panel.unit)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
         if len(axes.get_legend_handles_labels()[0]) > 1:
-            figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=1.2)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return data_address("svg+xml", drawn.getvalue())
+            axes.figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=1.2)
+
+    return drawn(draw, (320, 210))
 
 
 def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -148,6 +143,19 @@ def _stack(axes: Any, lines: Lines) -> None:
         return
     for i, (label, part) in enumerate(zip(lines, parts, strict=True)):
         axes.bar(steps, part, bottom=sum(parts[:i]), label=label, color=_COLOURS[i], width=0.2)
+
+
+def drawn(draw: Callable[[Any], None], size: tuple[int, int]) -> str:
+    """What `draw` puts on its axes, as an SVG data address of so many units."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(style()):
+        figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
+        draw(figure.add_subplot())
+        content = io.BytesIO()
+        figure.savefig(content, format="svg", metadata={"Date": None})
+    return data_address("svg+xml", content.getvalue())
 
 
 def data_address(kind: str, content: bytes) -> str:

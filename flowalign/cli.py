@@ -5,8 +5,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flowalign import __version__
+from flowalign import __version__, score_command, serve_command
 from flowalign.launch import relaunch
+from flowalign.reward_training import command as reward_command
+from flowalign.reward_training import eval as reward_eval
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes
@@ -14,7 +16,10 @@ EXAMPLES = """examples:
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
   flowalign compare configs/credit/shapes/{flow_grpo,dense_grpo}.yaml --seeds 0 1 2
+  flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
 """
+
+TAKES_OVERRIDES = ("train", "eval", "sample", "check", "bench", "compare", "reward train")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -23,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
     """
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.verb not in ("train", "eval", "sample", "check", "bench", "compare"):
-        build_parser().error(f"{args.verb} does not understand {' '.join(rest)}")
+    verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
+    if rest and verb not in TAKES_OVERRIDES:
+        build_parser().error(f"{verb} does not understand {' '.join(rest)}")
     args.overrides = rest
     processes = getattr(args, "processes", None) or 1
     if processes > 1 and args.verb in ("train", "eval") and "RANK" not in os.environ:
@@ -70,14 +76,30 @@ def build_parser() -> argparse.ArgumentParser:
             _processes(sub)
     _processes(verb("check", "Validate a run file without reading weights, and print its plan."))
     _compare(verb("compare", "Train several run files with several seeds, and compare.", False))
-    bench = verb("bench", "Time the stages of a step against the bare network evaluations.")
-    bench.add_argument("--repeats", type=int, default=3)
-    bench.add_argument(
+    _bench(verb("bench", "Time the stages of a step against the bare network evaluations."))
+    score_command.add_arguments(verb("score", "Score a dataset, or a folder of media.", False))
+    serve = verb("serve-reward", "Serve reward models to other processes and machines.", False)
+    serve_command.add_arguments(serve)
+    _reward(verb("reward", "Train a reward model, or measure how it agrees with people.", False))
+    verb("doctor", "Print versions, devices and what is missing.", config=False)
+    return parser
+
+
+def _bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
         "--values", action="store_true",
         help="time the values of all states instead: together, and one after another",
     )  # fmt: skip
-    verb("doctor", "Print versions, devices and what is missing.", config=False)
-    return parser
+
+
+def _reward(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, add in (
+        ("train", "Train a reward model as a run file says.", reward_command.add_train_arguments),
+        ("eval", "Agreement of scores with people's judgement.", reward_eval.add_eval_arguments),
+    ):
+        add(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
 
 
 def _demo(parser: argparse.ArgumentParser) -> None:

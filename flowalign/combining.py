@@ -118,6 +118,15 @@ class Thresholds:
         return multipliers.update(mean, self.rate, self.momentum)
 
 
+def resumed(
+    thresholds: Thresholds | None, rewards: Rewards, state: list[list[float]] | None
+) -> Multipliers | None:
+    """The multipliers where a checkpoint left them."""
+    if thresholds is None or state is None:
+        return None
+    return thresholds.start(rewards.dims).restored(state)
+
+
 def not_dominated(
     pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
 ) -> Bool[Tensor, "n"]:

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flowalign import checkpoint
+from flowalign import checkpoint, score_command, serve_command
 from flowalign.config import ConfigError, Run, load
 from flowalign.console import table
 from flowalign.exploration import is_calibrating
 from flowalign.launch import relaunch
 from flowalign.learner import TrainingFailure
 from flowalign.plan import plan
+from flowalign.reward_training import command as reward_command
+from flowalign.reward_training import eval as reward_eval
 from flowalign.rewards import RewardFailure, Rewards
 
 MAX_LINES = 5
@@ -29,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()
     verbs: dict[str, Callable[[argparse.Namespace], int]] = {
         "train": train, "demo": demo, "eval": evaluate, "sample": sample, "check": check,
-        "bench": bench, "compare": compare, "doctor": doctor,
+        "bench": bench, "compare": compare, "doctor": doctor, "reward": reward,
+        "score": score_command.run, "serve-reward": serve_command.run,
     }  # fmt: skip
     try:
         return verbs[args.verb](args)
@@ -193,12 +196,20 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def reward(args: argparse.Namespace) -> int:
+    """`flowalign reward train CONFIG` and `flowalign reward eval TABLE`."""
+    actions = {"train": reward_command.run_train, "eval": reward_eval.run_eval}
+    return actions[args.action](args)
+
+
 def doctor(_args: argparse.Namespace) -> int:
     """`flowalign doctor`."""
     import torch
 
     names = ["flowalign", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft",
-             "open-clip-torch", "safetensors", "xformers", "tensorboard", "wandb"]  # fmt: skip
+             "open-clip-torch", "safetensors", "xformers", "av", "pyarrow", "scipy", "fastapi",
+             "uvicorn", "httpx", "rapidocr-onnxruntime", "nudenet", "opencv-python-headless",
+             "tensorboard", "wandb"]  # fmt: skip
     rows = {"python": sys.version.split()[0]}
     for name in names:
         try:

@@ -4,6 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
+VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
+"""Endings of file names."""
+
 
 @dataclass(frozen=True)
 class Media:
@@ -34,3 +38,5 @@ class Record:
     ratings: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Absolute human scores in the dataset's own units, higher is better."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+    """Why the row cannot be used, with its number; such a record may have no media."""

@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
+
+from flowalign.functional.rating import Features
 
 T = TypeVar("T")
 Need = Literal["prompt", "fps", "references", "groups"]
@@ -27,7 +29,7 @@ class MediaBatch:
     """Further columns of the prompt's row, one mapping per sample, or empty."""
     fps: Sequence[float] = ()
     """Frames per second of each sample, or empty where unknown."""
-    references: Sequence[Sequence[Float[Tensor, "3 h w"]]] = ()
+    references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
     """Source or reference images of each sample (editing, image to video), or empty."""
     groups: Sequence[int] = ()
     """Samples with the same id are compared with each other by group-wise models, or empty."""
@@ -96,7 +98,7 @@ class RewardSpec:
         return self._unusable(batch)
 
     def _unusable(self, batch: MediaBatch) -> dict[int, str]:
-        finite = batch.media.detach().isfinite().flatten(1).all(1).tolist()
+        finite = batch.media.detach().flatten(1).sum(1).isfinite().tolist()  # fast, and enough
         failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
         if "prompt" in self.needs:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
@@ -167,3 +169,37 @@ class Loadable(ABC):
     @abstractmethod
     def load(self) -> None:
         """Get ready; a second call does nothing. Raises ValueError for what cannot be used."""
+
+
+class Backbone(Loadable):
+    """Turns media and prompts into features, for a trained head to rate."""
+
+    network: nn.Module
+    """In main memory after `load`; its owner moves it. Parameters that require a gradient are an
+    adapter: they are trained and saved together with the head. The rest is frozen."""
+    fingerprint: str
+    """Known after `load`: of the frozen weights and all settings. Equal ones, equal features."""
+    reads_prompts: bool
+    num_frames: int | None
+    """Of longer videos it looks at so many, evenly spaced; None: at all."""
+
+    @abstractmethod
+    def embed(self, batch: MediaBatch) -> Features:
+        """Features of every sample, independent of the others, where the network is."""
+
+
+class HeadNetwork(nn.Module, ABC):
+    """A head's torch module: standardised `Features` in, `Ratings` out."""
+
+    @abstractmethod
+    def linear_layer(self) -> tuple[nn.Linear, Sequence[int]] | None:
+        """The layer linear in the joint features and the dimension that each row scores, if any:
+        what ridge regression can set."""
+
+
+class Head(ABC):
+    """What stands between features and scores; built once their sizes are known."""
+
+    @abstractmethod
+    def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
+        """A fresh network, drawn from torch's random state. ValueError where it does not fit."""

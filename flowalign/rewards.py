@@ -157,6 +157,16 @@ def joined_rows(outputs: Sequence[RewardOutput]) -> RewardOutput:
     )
 
 
+def part_of(output: RewardOutput, start: int, stop: int) -> RewardOutput:
+    """Samples start to stop of an output."""
+    reasons = {i - start: why for i, why in output.reasons.items() if start <= i < stop}
+    spread = output.uncertainty
+    return RewardOutput(
+        output.values[start:stop], output.valid[start:stop], reasons,
+        None if spread is None else spread[start:stop], output.extras[start:stop],
+    )  # fmt: skip
+
+
 def joined_batches(batches: Sequence[MediaBatch]) -> MediaBatch:
     """The samples of several batches, one after another."""
     return MediaBatch(

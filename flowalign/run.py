@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from flowalign import checkpoint
+from flowalign.combining import resumed
 from flowalign.config import Run
 from flowalign.console import Progress
 from flowalign.costs import Costs
@@ -173,9 +174,8 @@ def _resume(session: Session, resume: Path) -> int:
             setattr(session.costs, name, value)
     session.seconds_before = loop["seconds"]
     session.before = loop["before"]
-    if loop["multipliers"] and session.run.recipe.thresholds:
-        start = session.run.recipe.thresholds.start(session.rewards.dims)
-        session.rewards.multipliers = start.restored(loop["multipliers"])
+    thresholds, rewards = session.run.recipe.thresholds, session.rewards
+    rewards.multipliers = resumed(thresholds, rewards, loop["multipliers"])
     session.started = time.perf_counter()
     session.say(f"resumed {resume} after {loop['step']} steps")
     return loop["step"]
@@ -214,9 +214,8 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
-    multipliers = session.rewards.multipliers
     loop = {"costs": asdict(spent), "seconds": session.seconds, "before": session.before}
-    loop["multipliers"] = multipliers.state() if multipliers else None
+    loop["multipliers"] = session.rewards.multipliers and session.rewards.multipliers.state()
     try:
         folder = checkpoint.save(root, done, session.learner, session.config, loop)
     except OSError as error:

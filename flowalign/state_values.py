@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flowalign.completion import Tail
 from flowalign.functional.tail import Completion
-from flowalign.rewards import RewardFailure, Rewards, Scoring, joined_rows
+from flowalign.rewards import RewardFailure, Rewards, Scoring, joined_rows, part_of
 from flowalign.types import Policy, RewardOutput, Trajectory, Values
 
 
@@ -103,7 +103,7 @@ class StateValues(Values):
         for asked in self.asked:
             output, start = asked.scoring.result(), 0
             for tail, row in zip(asked.tails, asked.rows, strict=True):
-                self.known[tail] = _rows(output, start, start + len(row))
+                self.known[tail] = part_of(output, start, start + len(row))
                 start += len(row)
                 self._check(tail, row)
         self.asked = []
@@ -133,8 +133,3 @@ class StateValues(Values):
                 f"{output.reasons[i]}.\n"
                 "Set on_failed_reward to drop_sample or drop_group to go on without such samples."
             )
-
-
-def _rows(output: RewardOutput, start: int, stop: int) -> RewardOutput:
-    reasons = {i - start: why for i, why in output.reasons.items() if start <= i < stop}
-    return RewardOutput(output.values[start:stop], output.valid[start:stop], reasons)

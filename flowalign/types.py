@@ -24,12 +24,21 @@ from torch import Tensor, nn
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.tail import Completion
 from flowalign.functional.transition import Gaussian, Kernel, transition
-from flowalign.reward_types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.reward_types import (
+    Backbone,
+    Head,
+    HeadNetwork,
+    Loadable,
+    MediaBatch,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
 
 __all__ = [
-    "Cond", "CreditEstimator", "Loadable", "MediaBatch", "Minibatch", "ModelPlan", "Policy",
-    "PolicyLoss", "RewardModel", "RewardOutput", "RewardSpec", "StepCredit", "Trajectory", "Values",
-    "VelocityField",
+    "Backbone", "Cond", "CreditEstimator", "Head", "HeadNetwork", "Loadable", "MediaBatch",
+    "Minibatch", "ModelPlan", "Policy", "PolicyLoss", "RewardModel", "RewardOutput", "RewardSpec",
+    "StepCredit", "Trajectory", "Values", "VelocityField",
 ]  # fmt: skip
 
 Cond = Mapping[str, Tensor]

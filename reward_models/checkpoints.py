@@ -1,12 +1,16 @@
 """Reading weights that others published: safely, and with an account of every single key."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from pickle import UnpicklingError  # only its name: nothing here reads pickles
+from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import SafetensorError
@@ -40,15 +44,18 @@ def find_file(source: str, name: str | None = None) -> Path:
         raise ValueError(f"{source} is no local path, and the hub does not give {name}") from error
 
 
-def find_folder(source: str) -> Path:
-    """A local folder, or a local copy of a hub repository. ValueError where there is neither."""
+def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
+    """A local folder, or a local copy of a hub repository. ValueError where there is neither.
+
+    Of a repository, `only` files of these patterns (`*.json`) are fetched.
+    """
     path = Path(bundled(source))
     if path.is_dir():
         return path
     if path.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", source):
         raise ValueError(f"{source}: no such folder")
     try:
-        return Path(snapshot_download(source))
+        return Path(snapshot_download(source, allow_patterns=list(only) if only else None))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"{source} is no local folder, and the hub does not give it") from error
 
@@ -76,6 +83,66 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return dict(content)
 
 
+def read_folder(source: str) -> dict[str, Tensor]:
+    """All tensors of a model that transformers saved, in a local folder or a hub repository."""
+    names = (
+        "model.safetensors", "model.safetensors.index.json",
+        "pytorch_model.bin", "pytorch_model.bin.index.json",
+    )  # fmt: skip
+    folder = find_folder(source, ("model*.safetensors", "model.safetensors.index.json"))
+    if not Path(bundled(source)).is_dir() and not any((folder / name).exists() for name in names):
+        folder = find_folder(source, ("pytorch_model*",))
+    for name in names:
+        if (folder / name).is_file():
+            return read_tensors(folder / name)
+    raise ValueError(f"{source} holds no weights; expected one of {', '.join(names)}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. ValueError naming the file where it holds none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return content
+
+
+def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors with every 16-bit number as float32."""
+    half = (torch.float16, torch.bfloat16)
+    return {key: value.float() if value.dtype in half else value for key, value in tensors.items()}
+
+
+def without_memory() -> AbstractContextManager[None]:
+    """Modules built in this context have parameters without memory, for `load_exactly` to bring.
+
+    Their buffers are real: many hold what no checkpoint brings, such as positions and masks.
+    """
+    return init_empty_weights(include_buffers=False)
+
+
+def signature(source: str | None) -> str:
+    """What tells weights apart: a hash of local content, or the name of a hub repository.
+
+    Of a large file, 64 pieces of 64 KiB spread over it are read.
+    """
+    path = Path(bundled(source or ""))
+    if not source or not path.exists():
+        return source or ""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)} {size}".encode())
+        with file.open("rb") as stream:
+            for start in sorted({i * max(size - 2**16, 0) // 63 for i in range(64)}):
+                stream.seek(start)
+                digest.update(stream.read(2**16))
+    return digest.hexdigest()[:16]
+
+
 def renamed(tensors: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
     """The same tensors under the names that a module gives them. Two may not become one."""
     result: dict[str, Tensor] = {}
@@ -98,7 +165,8 @@ def load_exactly(
     """Load weights so that every key is accounted for: nothing missing, unexpected or misshapen.
 
     `unused` and `absent` are regular expressions of keys that a checkpoint may carry without use,
-    and of parameters that it does not bring.
+    and of parameters that it does not bring. A module built without memory (its parameters are on
+    the meta device) takes the tensors themselves, in their dtype.
 
     Raises:
         ValueError: naming the first few keys that do not fit.
@@ -117,7 +185,8 @@ def load_exactly(
     ]
     if found:
         raise ValueError("\n".join([f"{source} does not fit {type(module).__name__}", *found]))
-    module.load_state_dict(dict(given), strict=False)
+    empty = any(parameter.is_meta for parameter in module.parameters())
+    module.load_state_dict(dict(given), strict=False, assign=empty)
 
 
 def _any(patterns: Sequence[str], key: str) -> bool:

@@ -1,13 +1,26 @@
 """What all rewards that a torch network computes have in common: loading, placement, chunks."""
 
 from abc import abstractmethod
-from typing import final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class Rated:
+    """What `rate` returns where scores are not all there is to say."""
+
+    values: Float[Tensor, "n R"]
+    uncertainty: Float[Tensor, "n R"] | None = None
+    """Standard deviation of each score."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Samples of this batch that turned out not to be scorable, and why."""
 
 
 class NetworkReward(RewardModel, Loadable):
@@ -18,7 +31,8 @@ class NetworkReward(RewardModel, Loadable):
     Differentiable models keep the gradient of media that require one.
     """
 
-    network: nn.Module
+    network: Any
+    """What `read` returned; a subclass may name its type."""
 
     def __init__(
         self, spec: RewardSpec, device: str = "auto", batch_size: int = 32, offload: bool = False
@@ -36,7 +50,7 @@ class NetworkReward(RewardModel, Loadable):
         """The network with its weights, on the CPU. ValueError where a checkpoint is not right."""
 
     @abstractmethod
-    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | Rated:
         """Scores of samples that can be scored; `self.network` is on `self.device`."""
 
     @final
@@ -54,14 +68,37 @@ class NetworkReward(RewardModel, Loadable):
         """Rate what can be rated, `batch_size` samples at a time."""
         failed = self.spec.screen(batch)
         self.load()
+        good = [i for i in range(len(batch)) if i not in failed]
+        if not good:
+            nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+            return RewardOutput.build(self.spec, nothing, failed)
         if self.offload:
             self.network.to(self.device)
-        good = [i for i in range(len(batch)) if i not in failed]
-        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         with torch.set_grad_enabled(batch.media.requires_grad):
-            if good:
-                parts = [self.rate(part) for part in batch.take(good).chunks(self.batch_size)]
-                values = values.index_put((torch.tensor(good),), torch.cat(parts).float().cpu())
+            parts = [self.rate(part) for part in batch.take(good).chunks(self.batch_size)]
+            rated = _joined([r if isinstance(r, Rated) else Rated(r) for r in parts])
+            values = spread(rated.values, good, len(batch))
+            stds = rated.uncertainty
+            uncertainty = None if stds is None else spread(stds, good, len(batch))
         if self.offload and not values.requires_grad:  # a graph still needs its weights in place
             self.network.to("cpu")
-        return RewardOutput.build(self.spec, values, failed)
+        failed |= {good[i]: reason for i, reason in rated.failed.items()}
+        return RewardOutput.build(self.spec, values, failed, uncertainty)
+
+
+def _joined(parts: Sequence[Rated]) -> Rated:
+    """One after the other."""
+    failed: dict[int, str] = {}
+    num = 0
+    for part in parts:
+        failed |= {num + i: reason for i, reason in part.failed.items()}
+        num += len(part.values)
+    stds = [part.uncertainty for part in parts if part.uncertainty is not None]
+    values = torch.cat([part.values for part in parts])
+    return Rated(values, torch.cat(stds) if stds else None, failed)
+
+
+def spread(table: Float[Tensor, "m R"], rows: Sequence[int], num: int) -> Float[Tensor, "n R"]:
+    """The m rows on the CPU, at the given places among `num` rows of NaN."""
+    places = torch.full((num, table.shape[1]), torch.nan)
+    return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())

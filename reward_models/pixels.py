@@ -5,6 +5,7 @@ that: the value is rounded to 8 bits where PIL rounds it, the gradient passes st
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -30,28 +31,80 @@ def resized(
 ) -> Float[Tensor, "n 3 height width"]:
     """Antialiased bicubic resize.
 
-    Quantised, values are those of PIL on 8-bit pictures (torchvision's 8-bit kernel, at most one
-    level of 255 away), with the gradient of the smooth resize.
+    Quantised, values are those that PIL gives for the 8-bit picture: a tensor scores what its PNG
+    file scores.
     """
-    size, bicubic = [height, width], InterpolationMode.BICUBIC
-    if list(frames.shape[-2:]) == size:
+    if quantised:
+        return pil_resized(frames, height, width)
+    if frames.shape[-2:] == (height, width):
         return frames
-    smooth = TF.resize(frames, size, interpolation=bicubic, antialias=True)
-    if not quantised:
-        return smooth
-    bits = (frames.detach() * 255).round().clamp(0, 255).to(torch.uint8)
-    exact = TF.resize(bits, size, interpolation=bicubic, antialias=True).to(frames.dtype) / 255
-    return smooth + (exact - smooth).detach() if smooth.requires_grad else exact
+    bicubic = InterpolationMode.BICUBIC
+    return TF.resize(frames, [height, width], interpolation=bicubic, antialias=True)
+
+
+def pil_resized(
+    frames: Float[Tensor, "n 3 h w"], height: int, width: int
+) -> Float[Tensor, "n 3 height width"]:
+    """What PIL 13 gives for the 8-bit pictures, bit for bit; the gradient is the smooth resize's.
+
+    Each axis in fixed point and rounded to 8 bits: columns first, but rows first where the height
+    shrinks by over twice as many pixels as the width. (PIL before 13 always began with columns: one
+    level away in some pixels of pictures more than twice as tall as wide.)
+    """
+    bits = (frames.detach() * 255).round().clamp(0, 255).double()
+    shrinks = frames.shape[2] - height, frames.shape[3] - width
+    columns_first = shrinks[0] <= max(0, 2 * shrinks[1])
+    for axis, size in ((3, width), (2, height))[:: 1 if columns_first else -1]:
+        if bits.shape[axis] != size:
+            weights = _weights(bits.shape[axis], size).to(bits.device)
+            bits = _levels(bits @ weights.T if axis == 3 else weights @ bits)
+    exact = bits.to(frames.dtype) / 255
+    if not frames.requires_grad:
+        return exact
+    smooth = resized(frames, height, width)
+    return smooth + (exact - smooth).detach()
+
+
+_UNIT = 1 << 22
+"""What stands for 1 in PIL's 8-bit resize. All sums are integers that float64 holds exactly."""
+
+
+def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
+    return ((sums + _UNIT / 2) / _UNIT).floor().clamp(0, 255)
+
+
+@lru_cache(maxsize=64)
+def _weights(size_in: int, size_out: int) -> Float[Tensor, "size_out size_in"]:
+    """Keys' cubic with a = -1/2, stretched by the scale where that is above 1, in fixed point."""
+    scale = size_in / size_out
+    stretch = max(scale, 1.0)
+    centre = (torch.arange(size_out, dtype=torch.float64)[:, None] + 0.5) * scale
+    index = torch.arange(size_in)
+    first = (centre - 2 * stretch + 0.5).long().clamp(min=0)
+    end = (centre + 2 * stretch + 0.5).long()
+    x = ((index - centre + 0.5) * (1 / stretch)).abs()
+    near, far = (1.5 * x - 2.5) * x * x + 1, (((x - 5) * x + 8) * x - 4) * -0.5
+    weights = torch.where(x < 1, near, torch.where(x < 2, far, 0.0))
+    weights = weights.masked_fill((index < first) | (index >= end), 0.0)
+    fixed = weights / weights.sum(1, keepdim=True) * _UNIT
+    return (fixed + 0.5 * fixed.sign()).trunc()
 
 
 def shortest_side(
-    frames: Float[Tensor, "n 3 h w"], size: int, quantised: bool = False
+    frames: Float[Tensor, "n 3 h w"], size: int, quantised: bool = False, floors: bool = False
 ) -> Float[Tensor, "n 3 size size"]:
-    """Resize the shortest side to `size` and crop the centre (CLIP, BLIP)."""
+    """Resize the shortest side to `size` and crop the centre (CLIP, BLIP).
+
+    Where the margin is odd, transformers leaves the smaller half in front (`floors`), torchvision
+    the even one.
+    """
     h, w = frames.shape[-2:]
     long = int(size * max(h, w) / min(h, w))
     height, width = (size, long) if h <= w else (long, size)
-    return TF.center_crop(resized(frames, height, width, quantised), [size, size])
+    frames = resized(frames, height, width, quantised)
+    if not floors:
+        return TF.center_crop(frames, [size, size])
+    return TF.crop(frames, (height - size) // 2, (width - size) // 2, size, size)
 
 
 def longest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:

@@ -94,7 +94,9 @@ class Objects:
     fit: Float[Tensor, "n K"]
     """Intersection over union with the ideal shape in the same bounding box."""
     centre: Float[Tensor, "n K 2"]
-    """Pixels, x then y."""
+    """Of the bounding box in pixels, x then y."""
+    half: Float[Tensor, "n K 2"]
+    """Half the width and height of the bounding box in pixels."""
     dirt: Float[Tensor, "n"]
     """Share of the foreground that belongs to no object."""
 
@@ -110,11 +112,11 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     size, label = area.topk(_MAX_OBJECTS, dim=1)
     present = size >= _VISIBLE_AREA
     mask = (labels[:, None] == label[..., None, None]) & present[..., None, None]
-    shape, fit, centre = _describe_shape(mask)
+    shape, fit, centre, half = _describe_shape(mask)
     colour, purity = _describe_colour(pixels, mask)
     inside = (size * present).sum(1)
     dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
-    return Objects(present, colour, purity, shape, fit, centre, dirt)
+    return Objects(present, colour, purity, shape, fit, centre, half, dirt)
 
 
 def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
@@ -131,8 +133,8 @@ def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
         labels = spread
 
 
-def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Best ideal shape of each region, its intersection over union, the bounding box's centre."""
+def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Best ideal shape of each region, its intersection over union; its box's centre and half."""
     u, half_x, centre_x = _box_coordinates(mask.any(2))
     w, half_y, centre_y = _box_coordinates(mask.any(3))
     u, w = u[:, :, None, :], w[:, :, :, None]
@@ -146,7 +148,8 @@ def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tens
     aspect = torch.minimum(half_x, half_y) / torch.maximum(half_x, half_y).clamp(min=0.5)
     fit, shape = (overlap / union).max(2)
     fit = fit * (aspect / 0.75).clamp(max=1)
-    return shape, fit, torch.stack([centre_x, centre_y], dim=2)
+    centre, half = torch.stack([centre_x, centre_y], 2), torch.stack([half_x, half_y], 2)
+    return shape, fit, centre, half
 
 
 def _box_coordinates(occupied: Bool[Tensor, "n K L"]) -> tuple[Tensor, Tensor, Tensor]:

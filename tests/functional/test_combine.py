@@ -125,11 +125,11 @@ def test_a_sample_with_an_invalid_reward_is_out_and_dominates_nobody():
 
 
 def test_the_unit_range_by_hand():
-    """An invalid 99 does not stretch it, one known value or equal ones are in the middle."""
-    value = rows([1.0, 7.0], [99.0, 7.0], [3.0, 7.0], [5.0, NAN], [6.0, 4.0])
-    valid = rows([True, True], [False, True], [True, True], [True, False], [True, True])
-    got = combine.unit_range(value, valid, torch.tensor([0, 0, 0, 0, 1]))
-    wanted = rows([0.0, 0.5], [NAN, 0.5], [0.5, 0.5], [1.0, NAN], [0.5, 0.5])
+    """Invalid 99 and -50 do not stretch it, one known value or equal ones are in the middle."""
+    value = rows([1.0, 7.0], [99.0, 7.0], [3.0, 7.0], [5.0, NAN], [-50.0, 7.0], [6.0, 4.0])
+    valid = rows([1, 1], [0, 1], [1, 1], [1, 0], [0, 1], [1, 1]).bool()
+    got = combine.unit_range(value, valid, torch.tensor([0, 0, 0, 0, 0, 1]))
+    wanted = rows([0.0, 0.5], [NAN, 0.5], [0.5, 0.5], [1.0, NAN], [NAN, 0.5], [0.5, 0.5])
     assert_close(got, wanted, equal_nan=True)
 
 

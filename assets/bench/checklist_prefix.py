@@ -1,0 +1,100 @@
+"""Measures what sharing the prefix of a picture gains: 28 questions about it, together and singly.
+
+    python assets/bench/checklist_prefix.py [pixels of a side] [repetitions]
+
+A random Qwen2.5-VL of a few layers, one thread, float32. Singly is the bare forward of every full
+prompt, media prepared beforehand; together is the judge with everything that it does.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from flowalign.types import MediaBatch
+from reward_models.checklist import read_sheet
+from reward_models.yes_no import QwenYesNo
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.contracts.tiny_qwen import WORDS, build_judge
+
+TEXT = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
+}  # fmt: skip
+VISION = {
+    "hidden_size": 128, "intermediate_size": 352, "num_heads": 4, "out_hidden_size": 256,
+    "window_size": 112,
+}  # fmt: skip
+
+
+def main(side: int = 560, repetitions: int = 3) -> dict[str, float]:
+    """Seconds of both ways, the largest difference of their answers, and tokens of each part."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        questions = read_sheet("vision_reward_image").questions[2:]
+        # One token a word, as in a real vocabulary: bytes would make the questions too long.
+        words = {f" {word}" for question in questions for word in question.strip("?").split()}
+        source = build_judge(
+            Path(folder) / "judge", words=(*WORDS, *sorted(words)), text=TEXT, vision=VISION
+        )
+        judge = QwenYesNo(str(source), device="cpu", dtype="float32")
+        judge.load()
+        noise = torch.rand(1, 1, 3, side, side, generator=torch.Generator().manual_seed(0))
+        batch = MediaBatch((noise * 255).round() / 255, ["a red circle"])
+        prompts = full_prompts(source, batch, questions)
+        model = AutoModelForImageTextToText.from_pretrained(source, attn_implementation="sdpa")
+        together, shared = timed(lambda: judge.ask(batch, [questions])[0], repetitions)
+        singly, alone = timed(lambda: forward_each(model.eval(), judge, prompts), repetitions)
+    lengths = [prompt["input_ids"].shape[1] for prompt in prompts]
+    return {
+        "questions": len(questions),
+        "vision_tokens": int(prompts[0]["mm_token_type_ids"].sum()),
+        "tokens_of_a_prompt": statistics.mean(lengths),
+        "seconds_singly": singly,
+        "seconds_together": together,
+        "ratio": singly / together,
+        "largest_difference": float((shared - alone).abs().max()),
+    }
+
+
+def full_prompts(source: Path, batch: MediaBatch, questions: list[str]) -> list[dict]:
+    """Inputs of one forward pass for every question."""
+    processor = AutoProcessor.from_pretrained(source)
+    prompts = []
+    for question in questions:
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        text = processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True
+        )
+        image = (batch.media[0, 0] * 255).to(torch.uint8)
+        prompts.append(processor(text=[text], images=[image], do_resize=False, return_tensors="pt"))
+    return prompts
+
+
+def forward_each(model: torch.nn.Module, judge: QwenYesNo, prompts: list[dict]) -> torch.Tensor:
+    """P(yes) of every full prompt."""
+    rows = [model(**prompt, logits_to_keep=1, use_cache=False).logits[0, -1] for prompt in prompts]
+    yes, no = (torch.stack(rows)[:, ids].logsumexp(1) for ids in (judge.yes, judge.no))
+    return (yes - no).sigmoid()
+
+
+def timed(work: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, torch.Tensor]:
+    """Median seconds after one warm-up, and what the work returned."""
+    seconds = []
+    for _ in range(repetitions + 1):
+        start = time.perf_counter()
+        with torch.no_grad():
+            result = work()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:]), result
+
+
+if __name__ == "__main__":
+    for name, value in main(*map(int, sys.argv[1:3])).items():
+        sys.stdout.write(f"{name:>20}: {value:.6g}\n")

@@ -1,0 +1,229 @@
+"""How well scores agree with people: accuracy with and without ties, correlation, calibration.
+
+Of a pair, `lead` is the score of A minus that of B, `human` is 1 where people preferred A, -1
+where B, and 0 where they saw a tie; `share` is the part of the votes that A got, a tie being 0.5.
+What cannot be told, such as the accuracy of no pairs, is NaN.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+# Accuracy -----------------------------------------------------------------------------------------
+
+
+class TieThreshold(NamedTuple):
+    """Leads up to `threshold` in size count as ties; 0 where only equal scores do."""
+
+    accuracy: float
+    threshold: float
+
+
+def accuracy_without_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
+    """Share of the pairs on which people decided that the scores order alike; equal scores fail."""
+    decided = human != 0
+    return _mean((lead.sign() == human)[decided])
+
+
+def accuracy_with_ties(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], threshold: float
+) -> float:
+    """Share of all pairs whose three-way outcome is right, a lead up to threshold being a tie."""
+    return _mean(torch.where(lead.abs() <= threshold, 0.0, lead.sign()) == human)
+
+
+def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> TieThreshold:
+    """The smallest threshold with the highest accuracy, which is exact: all that differ are tried.
+
+    Chosen on the pairs it is judged on it is optimistic: see `held_out_accuracy`.
+
+    Source: tie calibration of "Ties Matter", arXiv:2305.14324; O(n log n).
+    """
+    size, right = _right_if_first_are_ties(lead, human)
+    if len(size) == 0:
+        return TieThreshold(math.nan, math.nan)
+    # Leads of one size are ties together: a state is attainable where the next size is larger.
+    # Equal scores are ties at any threshold, so "none" is never better than what follows it then.
+    end = torch.ones(1, dtype=torch.bool)
+    attainable = torch.cat([end, size[1:] > size[:-1], end])
+    best = int(torch.where(attainable, right, -1).argmax())
+    return TieThreshold(float(right[best]) / len(size), float(size[best - 1]) if best else 0.0)
+
+
+def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
+    """The figure that VideoAlign's `calc_accuracy_with_ties` gives, to compare with its tables.
+
+    It never tries "no ties", so it can be too low; among leads of one size it makes ties of some
+    and not of others, in the order in which they come, so it can be too high.
+    """
+    size, right = _right_if_first_are_ties(lead, human)
+    return float(right[1:].max()) / len(size) if len(size) else math.nan
+
+
+def held_out_accuracy(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], fold: Int[Tensor, "n"]
+) -> float:
+    """Accuracy with ties where each fold is judged by the best threshold of the others."""
+    parts = fold.unique().tolist()
+    if len(parts) < 2:
+        return math.nan
+    right = torch.zeros(len(lead), dtype=torch.float64)
+    for part in parts:
+        mine = fold == part
+        threshold = best_tie_threshold(lead[~mine], human[~mine]).threshold
+        said = torch.where(lead[mine].abs() <= threshold, 0.0, lead[mine].sign())
+        right[mine] = (said == human[mine]).double()
+    return _mean(right)
+
+
+def swap_consistency(forward: Float[Tensor, "n"], backward: Float[Tensor, "n"]) -> float:
+    """Share of pairs judged in both orders whose verdicts agree: A leads in both, B, or neither.
+
+    forward is the lead of A where A came first, backward the lead of A where it came second.
+    """
+    return _mean(forward.sign() == backward.sign())
+
+
+# Correlation --------------------------------------------------------------------------------------
+
+
+def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
+    """Linear correlation; NaN where one of the two does not vary."""
+    if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
+        return math.nan
+    x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
+    return float((x @ y) / (x.norm() * y.norm()))
+
+
+def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
+    """Correlation of ranks, equal values sharing the mean of theirs."""
+    return pearson(_ranks(x), _ranks(y))
+
+
+def kendall(
+    x: Float[Tensor, "n"], y: Float[Tensor, "n"], group: Int[Tensor, "n"]
+) -> Float[Tensor, "g"]:
+    """Kendall's tau-b inside each group, in the order of their ids; NaN where nothing varies."""
+    ids, index = group.unique(return_inverse=True)
+    i, j = pairs_within(group)
+    dx, dy = (x[i] - x[j]).sign().double(), (y[i] - y[j]).sign().double()
+    sums = torch.zeros(3, len(ids), dtype=torch.float64)
+    sums.index_add_(1, index[i], torch.stack([dx * dy, dx**2, dy**2]))
+    return sums[0] / (sums[1] * sums[2]).sqrt()
+
+
+def pairs_within(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "p"]]:
+    """Every two rows of the same group once, the earlier row first."""
+    order = group.argsort(stable=True)
+    ids = group[order]
+    largest = int(group.unique(return_counts=True)[1].max()) if len(group) else 0
+    first, second = [order[:0]], [order[:0]]
+    for distance in range(1, largest):
+        same = ids[distance:] == ids[:-distance]
+        first.append(order[:-distance][same])
+        second.append(order[distance:][same])
+    return torch.cat(first), torch.cat(second)
+
+
+# Calibration --------------------------------------------------------------------------------------
+
+
+class Reliability(NamedTuple):
+    """Of the pairs in each bin of confidence: their mean, how often it was right, how many."""
+
+    confidence: Float[Tensor, "bins"]
+    accuracy: Float[Tensor, "bins"]
+    num: Int[Tensor, "bins"]
+
+    @property
+    def error(self) -> float:
+        """Expected calibration error: mean |accuracy - confidence| over pairs."""
+        gap = torch.where(self.num > 0, (self.accuracy - self.confidence).abs(), 0.0)
+        total = int(self.num.sum())
+        return float(gap @ self.num.double()) / total if total else math.nan
+
+
+def reliability(
+    lead: Float[Tensor, "n"], share: Float[Tensor, "n"], num_bins: int = 10
+) -> Reliability:
+    """How often the scores' favourite wins, by its Bradley-Terry probability of 0.5 to 1.
+
+    Folding at 0.5 makes it indifferent to which of two was called A; datasets that name the winner
+    first would look perfectly or not at all calibrated without. Bins are of equal width.
+    """
+    confidence = lead.double().abs().sigmoid()
+    won = 0.5 + lead.double().sign() * (share.double() - 0.5)
+    place = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
+    count = torch.bincount(place, minlength=num_bins)
+    sums = torch.zeros(2, num_bins, dtype=torch.float64)
+    sums.index_add_(1, place, torch.stack([confidence, won]))
+    return Reliability(sums[0] / count, sums[1] / count, count)
+
+
+def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
+    """T of the likeliest P(A) = sigmoid(lead / T).
+
+    Infinite where leads are no guide to the votes; 0 where they are an infallible one.
+    """
+    lead, share = lead.double(), share.double()
+
+    def slope(beta: float) -> float:
+        """Of the cross-entropy along beta = 1 / T; it increases, so the optimum is its root."""
+        return float(((beta * lead).sigmoid() - share) @ lead)
+
+    if slope(0.0) >= 0:
+        return math.inf
+    mistaken = torch.where(lead > 0, 1 - share, share)[lead != 0]
+    if float(mistaken.sum()) == 0:
+        return 0.0
+    low, high = 0.0, 1 / float(lead.abs().mean())
+    while slope(high) < 0:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if slope(middle) < 0 else (low, middle)
+    return 2 / (low + high)
+
+
+def cooled(
+    lead: Float[Tensor, "n"], share: Float[Tensor, "n"], fold: Int[Tensor, "n"]
+) -> Float[Tensor, "n"]:
+    """Leads divided by the temperature of the other folds: calibrated without a look at their own.
+
+    Equal scores stay equal, also at temperature 0. NaN where there is one fold only.
+    """
+    out, parts = torch.full_like(lead, math.nan, dtype=torch.float64), fold.unique()
+    for part in parts if len(parts) > 1 else ():
+        mine = fold == part
+        cold = lead[mine].double() / temperature(lead[~mine], share[~mine])
+        out[mine] = torch.where(lead[mine] == 0, 0.0, cold)
+    return out
+
+
+def folds(cluster: Int[Tensor, "n"], num: int, generator: torch.Generator) -> Int[Tensor, "n"]:
+    """A fold 0 ... num - 1 for every row; rows of one cluster stay together."""
+    ids, index = cluster.unique(return_inverse=True)
+    return (torch.randperm(len(ids), generator=generator) % num)[index]
+
+
+def _right_if_first_are_ties(lead: Tensor, human: Tensor) -> tuple[Tensor, Tensor]:
+    """Sizes of the leads in rising order; right answers if the first 0 ... n of them are ties."""
+    size, order = lead.double().abs().sort(stable=True)
+    human, lead = human[order], lead[order]
+    zero = torch.zeros(1, dtype=torch.long)
+    ties = torch.cat([zero, (human == 0).long().cumsum(0)])
+    ordered = ((lead.sign() == human) & (human != 0)).long()
+    beyond = ordered.sum() - torch.cat([zero, ordered.cumsum(0)])
+    return size, ties + beyond
+
+
+def _ranks(x: Tensor) -> Tensor:
+    _, index, count = x.unique(return_inverse=True, return_counts=True)
+    return (count.cumsum(0) - (count - 1) / 2).double()[index]
+
+
+def _mean(x: Tensor) -> float:
+    return float(x.double().mean()) if len(x) else math.nan

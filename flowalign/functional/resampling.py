@@ -1,0 +1,133 @@
+"""Bootstrap intervals: figures of `agreement` for many resamples at once.
+
+A resample is a weight per row: how often the row was drawn. Each function takes b of them and
+returns b values, the same that `agreement` gives for rows repeated so often; NaN where no row that
+counts was drawn.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_ENTRIES = 2_000_000
+"""Of a matrix of resamples and rows, at most so many at once."""
+
+
+def bootstrap(
+    statistic: Callable[[Float[Tensor, "b n"]], Float[Tensor, "b"]],
+    cluster: Int[Tensor, "n"],
+    repeats: int,
+    generator: torch.Generator,
+    level: float = 0.95,
+) -> tuple[float, float]:
+    """The interval between the percentiles of a statistic over resamples, drawn by cluster.
+
+    Pairs of one prompt share pictures, so whole prompts are drawn. NaN below two clusters, or where
+    the statistic is never a number.
+    """
+    ids, index = cluster.unique(return_inverse=True)
+    if len(ids) < 2:
+        return math.nan, math.nan
+    values, step = [], max(1, _ENTRIES // len(cluster))
+    for start in range(0, repeats, step):
+        b = min(step, repeats - start)
+        drawn = torch.randint(len(ids), (b, len(ids)), generator=generator)
+        count = torch.zeros(b, len(ids), dtype=torch.float64)
+        count.scatter_add_(1, drawn, torch.ones_like(count))
+        values.append(statistic(count[:, index]))
+    known = torch.cat(values)
+    known = known[~known.isnan()]
+    if len(known) == 0:
+        return math.nan, math.nan
+    ends = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = known.quantile(ends).tolist()
+    return low, high
+
+
+def mean(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "b"]:
+    """Mean of the rows drawn."""
+    return weight @ x.double() / weight.sum(1)
+
+
+def accuracy_without_ties(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> Float[Tensor, "b"]:
+    """Of the pairs on which people decided."""
+    decided = human != 0
+    return mean((lead.sign() == human)[decided].double(), weight[:, decided])
+
+
+def best_accuracy(
+    lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> Float[Tensor, "b"]:
+    """With ties, each resample at its own best threshold."""
+    return _best(lead, human, weight)[0] / weight.sum(1)
+
+
+def held_out_accuracy(
+    lead: Float[Tensor, "n"],
+    human: Int[Tensor, "n"],
+    fold: Int[Tensor, "n"],
+    weight: Float[Tensor, "b n"],
+) -> Float[Tensor, "b"]:
+    """With ties, each fold at the best threshold of the others, in each resample."""
+    parts, right = fold.unique(), torch.zeros(len(weight), dtype=torch.float64)
+    if len(parts) < 2:
+        return right.fill_(math.nan)
+    for part in parts:
+        mine = fold == part
+        threshold = _best(lead[~mine], human[~mine], weight[:, ~mine])[1]
+        tie = lead[mine].abs().double() <= threshold[:, None]
+        correct = torch.where(tie, human[mine] == 0, lead[mine].sign() == human[mine])
+        right += (correct * weight[:, mine]).sum(1)
+    return right / weight.sum(1)
+
+
+def calibration_error(
+    lead: Float[Tensor, "n"],
+    share: Float[Tensor, "n"],
+    num_bins: int,
+    weight: Float[Tensor, "b n"],
+) -> Float[Tensor, "b"]:
+    """The expected calibration error, `agreement.reliability(...).error`."""
+    confidence = lead.double().abs().sigmoid()
+    won = 0.5 + lead.double().sign() * (share.double() - 0.5)
+    place = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
+    gaps = torch.zeros(len(lead), num_bins, dtype=torch.float64)
+    gaps.scatter_(1, place[:, None], (won - confidence)[:, None])
+    return (weight @ gaps).abs().sum(1) / weight.sum(1)
+
+
+def spearman(
+    x: Float[Tensor, "n"], y: Float[Tensor, "n"], weight: Float[Tensor, "b n"]
+) -> Float[Tensor, "b"]:
+    """Correlation of the ranks inside each resample."""
+    total = weight.sum(1, keepdim=True)
+    a, b = (_ranks(z, weight) for z in (x, y))
+    a, b = (z - (z * weight).sum(1, keepdim=True) / total for z in (a, b))
+    squares = [(z**2 * weight).sum(1) for z in (a, b)]
+    return (a * b * weight).sum(1) / (squares[0] * squares[1]).sqrt()
+
+
+def _best(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight of right answers at the best threshold of each resample, and that threshold."""
+    size, order = lead.double().abs().sort(stable=True)
+    weight, human, sign = weight[:, order], human[order], lead[order].sign()
+    zero = weight.new_zeros(len(weight), 1)
+    ties = torch.cat([zero, (weight * (human == 0)).cumsum(1)], 1)
+    ordered = torch.cat([zero, (weight * ((sign == human) & (human != 0))).cumsum(1)], 1)
+    end = torch.ones(1, dtype=torch.bool)
+    attainable = torch.cat([end, size[1:] > size[:-1], end])
+    right = ties + ordered[:, -1:] - ordered
+    best, place = right.masked_fill(~attainable, -1.0).max(1)
+    return best, torch.cat([size.new_zeros(1), size])[place]
+
+
+def _ranks(x: Tensor, weight: Tensor) -> Tensor:
+    values, index = x.unique(return_inverse=True)
+    count = weight.new_zeros(len(weight), len(values))
+    count.index_add_(1, index, weight)
+    return (count.cumsum(1) - (count - 1) / 2)[:, index]

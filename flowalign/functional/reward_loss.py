@@ -1,0 +1,250 @@
+"""Losses that teach a reward model from comparisons, rankings, votes and ratings.
+
+Each returns one loss per comparison, list or rating; `masked_mean` makes a number of them. Scores
+have any leading shape, such as [pairs, dimensions]. `target` is the probability that A is the
+better one: 1 or 0 where people decided, 0.5 for a tie, a share of votes in between. Where there is
+no label, put any finite number and mask the entry out.
+"""
+
+import math
+from functools import lru_cache
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import huber_loss, log_softmax, logsigmoid
+
+
+def masked_mean(loss: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
+    """Mean over the entries in the mask; 0, with zero gradients, where there is none.
+
+    VideoAlign's code divides by all entries, so that a dimension with few labels teaches little;
+    ours is that times all / valid. A NaN outside the mask is refused: its gradient would be NaN.
+    """
+    if not loss.detach()[~mask].isfinite().all():
+        raise ValueError(
+            "an entry outside the mask has a loss that is not finite, and 0 * NaN is NaN in the "
+            "gradient; put a finite number where a label is missing"
+        )
+    return torch.where(mask, loss, 0.0).sum() / mask.sum().clamp(min=1)
+
+
+# Pairs --------------------------------------------------------------------------------------------
+
+
+def bradley_terry(
+    a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], target: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
+    """Cross-entropy of target under P(A) = sigmoid(a - b); at a tie it is log 2 at best."""
+    return _cross_entropy(logsigmoid(a - b), logsigmoid(b - a), target)
+
+
+def margin(
+    a: Float[Tensor, "*n"],
+    b: Float[Tensor, "*n"],
+    target: Float[Tensor, "*n"],
+    by: float | Float[Tensor, "*n"] = 0.57,
+) -> Float[Tensor, "*n"]:
+    """Bradley-Terry that asks the better one to lead by a margin: -log sigmoid(lead - by).
+
+    Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of
+    people's ratings, better minus worse, see `rating_gap`.
+    """
+    return _cross_entropy(logsigmoid(a - b - by), logsigmoid(b - a - by), target)
+
+
+def scaled(
+    a: Float[Tensor, "*n"],
+    b: Float[Tensor, "*n"],
+    target: Float[Tensor, "*n"],
+    gap: Float[Tensor, "*n"],
+) -> Float[Tensor, "*n"]:
+    """Bradley-Terry times the gap between people's ratings, which is at least 0.
+
+    VideoAlign's code lets the gap be negative where ratings contradict the label: the loss then
+    falls without bound as the model is pushed away from the label. Such pairs weigh 0 here.
+    """
+    return gap.clamp(min=0) * bradley_terry(a, b, target)
+
+
+def rating_gap(
+    target: Float[Tensor, "*n"], rating_a: Float[Tensor, "*n"], rating_b: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
+    """Rating of the better one minus that of the other; negative where they contradict."""
+    return (2 * target - 1) * (rating_a - rating_b)
+
+
+def bt_with_ties(
+    a: Float[Tensor, "*n"],
+    b: Float[Tensor, "*n"],
+    target: Float[Tensor, "*n"],
+    log_k: Float[Tensor, "..."],
+) -> Float[Tensor, "*n"]:
+    """-log probability of what people said: target 1 is A, 0.5 a tie, 0 is B; nothing in between.
+
+    log_k > 0 broadcasts to the scores: one number, one per dimension, or one per pair.
+    """
+    if not ((target == 0) | (target == 0.5) | (target == 1)).all():
+        raise ValueError(
+            "bt_with_ties needs targets of 0, 0.5 (a tie) or 1; "
+            "for shares of votes take bradley_terry or vote_fraction"
+        )
+    better, tie, worse = _log_outcomes(a, b, log_k)
+    return -torch.where(target == 0.5, tie, torch.where(target == 1, better, worse))
+
+
+def outcome_probabilities(
+    a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], log_k: Float[Tensor, "..."]
+) -> Float[Tensor, "*n 3"]:
+    """P(A), P(tie), P(B) of Bradley-Terry with ties; they sum to 1.
+
+    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has
+    (k - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
+    """
+    return torch.stack(_log_outcomes(a, b, log_k), -1).exp()
+
+
+def log_k_of(tie_share: float) -> float:
+    """The log k with which equal scores tie with this probability: a start for learning it."""
+    if not 0 < tie_share < 1:
+        raise ValueError(f"tie_share must be inside (0, 1), got {tie_share}")
+    return math.log((1 + tie_share) / (1 - tie_share))
+
+
+def thurstone(
+    a: Float[Tensor, "*n"],
+    b: Float[Tensor, "*n"],
+    target: Float[Tensor, "*n"],
+    log_sigma_a: Float[Tensor, "*n"],
+    log_sigma_b: Float[Tensor, "*n"],
+) -> Float[Tensor, "*n"]:
+    """Cross-entropy under P(A) = Phi((a - b) / sqrt(sigma_a^2 + sigma_b^2)): probit."""
+    z = (a - b) / _spread(log_sigma_a, log_sigma_b)
+    log_ndtr = torch.special.log_ndtr
+    return _cross_entropy(log_ndtr(z), log_ndtr(-z), target)
+
+
+def uncertainty(
+    a: Float[Tensor, "*n"],
+    b: Float[Tensor, "*n"],
+    target: Float[Tensor, "*n"],
+    log_sigma_a: Float[Tensor, "*n"],
+    log_sigma_b: Float[Tensor, "*n"],
+) -> Float[Tensor, "*n"]:
+    """Expected Bradley-Terry loss when both scores are uncertain: -E log sigmoid(z).
+
+    z is normal with mean a - b and variance sigma_a^2 + sigma_b^2. HPSv3's code draws 1,000 of it
+    in half precision; here 32 Gauss-Hermite nodes take the integral without noise.
+    """
+    nodes, weights = _gauss_hermite(32)
+    x, w = a.new_tensor(nodes), a.new_tensor(weights)
+    z = (a - b)[..., None] + _spread(log_sigma_a, log_sigma_b)[..., None] * x
+    return (_cross_entropy(logsigmoid(z), logsigmoid(-z), target[..., None]) * w).sum(-1)
+
+
+# Lists --------------------------------------------------------------------------------------------
+
+
+def vote_fraction(
+    score: Float[Tensor, "*n m"], share: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
+) -> Float[Tensor, "*n"]:
+    """KL from the shares of the votes to softmax(score); 0 where the two agree, ties included.
+
+    Shares sum to 1 over the candidates in the mask, which are those that a shorter list has.
+    Source: PickScore, arXiv:2305.01569, whose lists are pairs with shares 0, 0.5 and 1.
+    """
+    logp = log_softmax(_without(score, mask), -1)
+    share = torch.where(mask, share, 0.0)
+    return (torch.special.xlogy(share, share) - share * logp).sum(-1)
+
+
+def plackett_luce(
+    score: Float[Tensor, "*n m"], rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
+) -> Float[Tensor, "*n"]:
+    """-log probability of a ranking, rank 1 being the best, summed over the choices it consists of.
+
+    Each candidate is chosen over those ranked strictly below it. Without ties this is exactly
+    Plackett-Luce, of a pair Bradley-Terry; candidates of equal rank are not compared with each
+    other, so a tie neither teaches an order nor forbids one. `has_order` says which lists teach.
+    """
+    below = rank[..., None, :] > rank[..., :, None]
+    itself = torch.eye(score.shape[-1], dtype=torch.bool, device=score.device)
+    rivals = _without(score[..., None, :], (below & mask[..., None, :]) | itself)
+    return torch.where(mask, rivals.logsumexp(-1) - score, 0.0).sum(-1)
+
+
+def has_order(rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]) -> Bool[Tensor, "*n"]:
+    """Lists in which at least one candidate is ranked above another: the mask of their losses."""
+    best = rank.masked_fill(~mask, math.inf).amin(-1)
+    worst = rank.masked_fill(~mask, -math.inf).amax(-1)
+    return best < worst
+
+
+# Ratings ------------------------------------------------------------------------------------------
+
+
+def squared_error(score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """(score - rating)^2. VideoAlign's code subtracts 3 from ratings of 1 to 5 first."""
+    return (score - rating) ** 2
+
+
+def huber(
+    score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"], delta: float = 1.0
+) -> Float[Tensor, "*n"]:
+    """Half the squared error up to delta, beyond it delta * (|error| - delta / 2)."""
+    return huber_loss(score, rating, reduction="none", delta=delta)
+
+
+def ordinal(
+    score: Float[Tensor, "*n"], level: Int[Tensor, "*n"], cuts: Float[Tensor, "*d cuts"]
+) -> Float[Tensor, "*n"]:
+    """-log probability of a level 0 ... L-1 under P(level <= l) = sigmoid(cuts[l] - score).
+
+    The L - 1 cuts increase; they may differ by dimension, whose axes stand last in the scores.
+    Source: the proportional odds model, McCullagh, 1980.
+    """
+    if not (cuts.diff(dim=-1) > 0).all():
+        raise ValueError(f"cuts must increase, got {cuts.tolist()}")
+    last = cuts.shape[-1]
+    if not ((level >= 0) & (level <= last)).all():
+        raise ValueError(f"levels must be 0 to {last}, got {level.min()} to {level.max()}")
+    upper = _cut(cuts, level.clamp(max=last - 1)) - score
+    lower = _cut(cuts, (level - 1).clamp(min=0)) - score
+    # sigmoid(u) - sigmoid(l) = sigmoid(u) sigmoid(-l) (1 - exp(l - u)); the ends have one side.
+    between = torch.where((level > 0) & (level < last), lower - upper, -1.0)
+    inside = torch.log(-torch.expm1(between))
+    logp = torch.where(level == last, 0.0, logsigmoid(upper))
+    logp = logp + torch.where(level == 0, 0.0, logsigmoid(-lower))
+    return -(logp + torch.where((level > 0) & (level < last), inside, 0.0))
+
+
+def _cross_entropy(log_a: Tensor, log_b: Tensor, target: Tensor) -> Tensor:
+    return -(target * log_a + (1 - target) * log_b)
+
+
+def _log_outcomes(a: Tensor, b: Tensor, log_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if not (log_k > 0).all():
+        raise ValueError(f"log_k must be above 0, or ties are impossible, got {log_k.tolist()}")
+    better, worse = logsigmoid(a - b - log_k), logsigmoid(b - a - log_k)
+    return better, 2 * log_k + torch.log(-torch.expm1(-2 * log_k)) + better + worse, worse
+
+
+def _spread(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
+    return (torch.logaddexp(2 * log_sigma_a, 2 * log_sigma_b) / 2).exp()
+
+
+def _without(score: Tensor, mask: Tensor) -> Tensor:
+    """Scores that lose every comparison outside the mask; finite, so that gradients are."""
+    return torch.where(mask, score, torch.finfo(score.dtype).min)
+
+
+def _cut(cuts: Tensor, index: Tensor) -> Tensor:
+    return cuts.expand(*index.shape, -1).gather(-1, index[..., None])[..., 0]
+
+
+@lru_cache
+def _gauss_hermite(num: int) -> tuple[list[float], list[float]]:
+    """Nodes and weights with sum(w f(x)) = E f(x) for a standard normal x (Golub and Welsch)."""
+    off = torch.arange(1, num, dtype=torch.float64).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes.tolist(), (vectors[0] ** 2).tolist()

@@ -1,0 +1,1 @@
+"""Training reward models, and measuring how well scores agree with people."""

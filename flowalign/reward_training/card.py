@@ -1,0 +1,75 @@
+"""The model card of a trained reward."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def card(config: Mapping[str, Any]) -> str:
+    """Markdown: dimensions, data, agreement with people, calibration, licence, how to use it."""
+    data = config["data"]
+    needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
+    lines = [
+        f"# {config['name']}", "",
+        f"A trained reward model of {config['modality']} media that needs {needs}. "
+        f"Licence: {config['licence']}.", "",
+        "## Dimensions", "", *_dimensions(config), "",
+        "## Data", "", *(f"- {key}: {_shown(value)}" for key, value in data.items()), "",
+        "Records are divided by prompt: no prompt is in two parts. The held-out part decided when "
+        "training stopped, the temperatures and the tie thresholds; the test part decided nothing.",
+        "", "## Agreement with people", "", *_agreement(config), "",
+        "Accuracy: share of the pairs on which people decided that are ordered alike. With ties: "
+        "three-way accuracy, leads up to the threshold of the held-out part being ties. ECE: "
+        "expected calibration error of sigmoid(a - b) in calibrated units.", "",
+        "## Parts", "",
+        f"- backbone: `{json.dumps(config['backbone'])}`, "
+        f"fingerprint {config['backbone_fingerprint']}",
+        f"- head: `{json.dumps(config['head'])}`",
+        f"- best epoch: {config['best_epoch']}", "",
+        "## Use", "", "```yaml", "rewards:",
+        "  - class_path: reward_models.trained.TrainedReward",
+        "    init_args: {path: PATH_OF_THIS_FOLDER}",
+        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in config["dims"]) + "}", "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _dimensions(config: Mapping[str, Any]) -> list[str]:
+    rows = ["| dimension | labels | loss | learned | temperature |", "|---|---|---|---|---|"]
+    for dim in config["dims"]:
+        learned = ", ".join(f"{k} = {_shown(v)}" for k, v in config["learned"][dim].items())
+        rows.append(
+            f"| {dim} | {config['labels'][dim]} | {config['losses'][dim]} | {learned or '-'} | "
+            f"{_shown(config['temperatures'][dim])} |"
+        )
+    return rows
+
+
+def _agreement(config: Mapping[str, Any]) -> list[str]:
+    rows = [
+        "| part | dimension | pairs | ties | accuracy | with ties | ECE | Spearman |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for part, dims in config["figures"].items():
+        for dim, found in dims.items():
+            shown = [
+                _shown(found.get(key))
+                for key in (
+                    "ties",
+                    "accuracy",
+                    "accuracy_with_ties",
+                    "calibration_error",
+                    "spearman",
+                )
+            ]
+            rows.append(f"| {part} | {dim} | {int(found['pairs'])} | {' | '.join(shown)} |")
+    return rows
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_shown(v) for v in value)
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)

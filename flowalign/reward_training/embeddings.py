@@ -1,0 +1,168 @@
+"""Features of frozen backbones, computed once per medium, prompt and backbone, kept on disk.
+
+<folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows:
+`key` (SHA-256 of medium and prompt), `joint` and `prompt`. Files are written aside and renamed, and
+never changed: several processes may share a folder, and a kill loses at most one file's work.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowalign.functional.rating import Features
+from flowalign.records import Media
+from flowalign.types import Backbone, MediaBatch
+
+PER_FILE = 256
+
+Frames = Callable[[Media], Tensor]
+"""Reads a medium to RGB in [0, 1], [F, 3, H, W]; ValueError or OSError where it cannot."""
+Key = bytes
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One medium and the prompt that it answers."""
+
+    media: Media
+    prompt: str
+
+    def key(self, reads_prompts: bool) -> Key:
+        """Identifies content, not names: equal bytes and prompts share their features."""
+        data = self.media.data
+        if data is None:
+            if self.media.path is None:
+                raise ValueError("the medium has neither a path nor data")
+            data = Path(self.media.path).read_bytes()
+        prompt = self.prompt.encode() if reads_prompts else b""
+        return hashlib.sha256(hashlib.sha256(data).digest() + prompt).digest()
+
+
+class Embeddings:
+    """Features of samples under a loaded backbone, as it is now; kept in `folder`, if given."""
+
+    def __init__(self, backbone: Backbone, frames: Frames, folder: Path | None = None):
+        self.backbone, self.frames = backbone, frames
+        self.folder = folder / backbone.fingerprint if folder else None
+        self.num_computed = 0
+        self.num_damaged = 0
+        """Files of the cache that could not be read; they were deleted and computed again."""
+        self._known: dict[Key, tuple[Tensor, Tensor]] = {}
+        if self.folder:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for file in sorted(self.folder.glob("*.safetensors")):
+                self._read(file)
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[Features, dict[int, str]]:
+        """Features, one row per sample, and which could not be had, with the reason (a row of NaN).
+
+        Raises:
+            ValueError: none of them could.
+        """
+        failed: dict[int, str] = {}
+        keys: list[Key | None] = []
+        for i, sample in enumerate(samples):
+            keys.append(self._key(sample, i, failed))
+        missing = {k: i for i, k in enumerate(keys) if k is not None and k not in self._known}
+        todo = list(missing.items())
+        for start in range(0, len(todo), PER_FILE):
+            self._compute(samples, todo[start : start + PER_FILE], failed)
+        failed |= {
+            i: failed[missing[k]]
+            for i, k in enumerate(keys)
+            if k in missing and missing[k] in failed
+        }
+        return self._table(keys), failed
+
+    def _key(self, sample: Sample, i: int, failed: dict[int, str]) -> Key | None:
+        try:
+            return sample.key(self.backbone.reads_prompts)
+        except (OSError, ValueError) as error:
+            failed[i] = str(error)
+            return None
+
+    @torch.no_grad()
+    def _compute(
+        self, samples: Sequence[Sample], todo: Sequence[tuple[Key, int]], failed: dict[int, str]
+    ) -> None:
+        features, broken = embed_samples(self.backbone, self.frames, [samples[i] for _, i in todo])
+        failed |= {todo[row][1]: why for row, why in broken.items()}
+        good = [row for row in range(len(todo)) if row not in broken]
+        keys = [todo[row][0] for row in good]
+        for key, row in zip(keys, good, strict=True):
+            self._known[key] = features.joint[row], features.prompt[row]
+        self.num_computed += len(good)
+        if self.folder and good:
+            self._write(self.folder, keys, features.take(torch.tensor(good)))
+
+    def _write(self, folder: Path, keys: Sequence[Key], features: Features) -> None:
+        name = hashlib.sha256(b"".join(keys)).hexdigest()[:32]
+        aside = folder / f".{name}.{os.getpid()}.tmp"
+        table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
+        rows = {"key": table, "joint": features.joint, "prompt": features.prompt}
+        try:
+            save_file({k: v.contiguous() for k, v in rows.items()}, aside)
+            aside.replace(folder / f"{name}.safetensors")
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _read(self, file: Path) -> None:
+        try:
+            rows = load_file(file)
+            table = zip(rows["key"].numpy(), rows["joint"], rows["prompt"], strict=True)
+            self._known |= {key.tobytes(): (joint, prompt) for key, joint, prompt in table}
+        except (SafetensorError, KeyError, ValueError):
+            self.num_damaged += 1
+            file.unlink()
+
+    def _table(self, keys: Sequence[Key | None]) -> Features:
+        found = next((self._known[k] for k in keys if k in self._known), None)
+        if found is None:
+            raise ValueError("not a single medium could be read and embedded")
+        absent = tuple(torch.full_like(part, torch.nan) for part in found)
+        rows = [absent if k is None else self._known.get(k, absent) for k in keys]
+        return Features(torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))
+
+
+def embed_samples(
+    backbone: Backbone, frames: Frames, samples: Sequence[Sample]
+) -> tuple[Features, dict[int, str]]:
+    """Read and embed samples, those of one shape together; NaN and a reason for what fails.
+
+    Features are on the CPU, in float32, and keep the gradient of an adapter.
+    """
+    media: dict[int, Tensor] = {}
+    failed: dict[int, str] = {}
+    for i, sample in enumerate(samples):
+        try:
+            media[i] = frames(sample.media)
+        except (OSError, ValueError) as error:
+            failed[i] = str(error)
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for i, pixels in media.items():
+        shapes.setdefault(tuple(pixels.shape), []).append(i)
+    rows: dict[int, tuple[Tensor, Tensor]] = {}
+    for some in shapes.values():
+        batch = MediaBatch(torch.stack([media[i] for i in some]), [samples[i].prompt for i in some])
+        features = backbone.embed(batch).to(torch.device("cpu"))
+        rows |= {i: (features.joint[n], features.prompt[n]) for n, i in enumerate(some)}
+    for i, (joint, prompt) in rows.items():
+        if not (joint.detach().isfinite().all() and prompt.detach().isfinite().all()):
+            failed[i] = "the backbone returned a feature that is not finite"
+    if not rows:
+        return Features(
+            torch.full((len(samples), 1), torch.nan), torch.zeros(len(samples), 0)
+        ), failed
+    first = next(iter(rows.values()))
+    absent = tuple(torch.full_like(part, torch.nan) for part in first)
+    full = [rows.get(i, absent) for i in range(len(samples))]
+    return Features(torch.stack([r[0] for r in full]), torch.stack([r[1] for r in full])), failed

@@ -1,0 +1,279 @@
+"""`flowalign reward eval`: how well the scores of a table agree with what people said.
+
+Every scored dimension is held against every human column. Of ranks and votes, media of one record
+are compared; of ratings, media of one prompt. Which two are compared never depends on the scores;
+a pair without two valid scores is counted as unscored, not as wrong.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flowalign.reward_training.pairs import Pairs, ScoredTable
+    from flowalign.reward_training.report import Content
+
+MEASURES = {
+    "accuracy_without_ties": "accuracy, ties left out",
+    "accuracy_held_out": "accuracy with ties, held-out threshold",
+    "accuracy_with_ties": "accuracy with ties, best threshold",
+    "accuracy_videoalign": "accuracy with ties as VideoAlign computes it",
+    "kendall": "Kendall's tau-b, mean over groups",
+    "spearman": "Spearman's correlation, ratings only",
+    "ece": "expected calibration error",
+    "ece_calibrated": "expected calibration error, held-out temperature",
+}
+"""What is measured of every scored dimension and human column, for people."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number with its bootstrap interval; NaN where it cannot be told."""
+
+    value: float
+    low: float = math.nan
+    high: float = math.nan
+    n: int = 0
+    """Pairs; of Kendall's tau groups, of Spearman's correlation media."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the numbers depend on besides the table."""
+
+    repeats: int = 500
+    """Of the bootstrap, which draws prompts; 0 leaves intervals out."""
+    num_bins: int = 10
+    num_folds: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done."""
+        for name, least in (("repeats", 0), ("num_bins", 1), ("num_folds", 2)):
+            if (value := vars(self)[name]) < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    add = parser.add_argument
+    add("data", help="table or folder that `flowalign score` wrote; with --rewards, a dataset")
+    add("--out", metavar="FOLDER", help="for eval.json and eval.html; default: beside the table")
+    add("--scores", nargs="+", metavar="DIM", help="scored dimensions; default: all")
+    add("--humans", nargs="+", metavar="COLUMN", help="such as rank/overall; default: all")
+    add("--bootstrap", type=int, default=500, help="resamples of prompts, default 500; 0: none")
+    add("--bins", type=int, default=10, help="of the calibration curve, default 10")
+    add("--seed", type=int, default=0, help="of the folds and the resamples, default 0")
+    direct = parser.add_argument_group("to score a dataset first, into --out")
+    direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
+    direct.add_argument("--schema", help="default: by the columns")
+    direct.add_argument("--root", metavar="FOLDER", help="where relative paths begin")
+    direct.add_argument("--limit", type=int, help="only the first so many records")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Write `eval.json` and `eval.html`, and print the numbers. 1 where scoring failed.
+
+    Raises:
+        ConfigError: the user can correct it.
+    """
+    try:
+        code = _score_first(args)
+        return code or _evaluate(args)
+    except ValueError as error:
+        from flowalign.config import ConfigError  # imports what trains: seconds
+
+        raise ConfigError(str(error)) from error
+
+
+def evaluate(
+    table: "ScoredTable",
+    settings: Settings,
+    scores: Sequence[str] | None = None,
+    humans: Sequence[str] | None = None,
+) -> "Content":
+    """All measures of the chosen columns, by default of all, as `eval.json` holds them."""
+    dims = _chosen(scores, list(table.scores), "scored dimension")
+    columns = _chosen(humans, list(table.humans), "human column")
+    results = []
+    for column in columns:
+        for dim in dims:
+            results.append(
+                {"score": dim, "human": column, **_agreement(table, dim, column, settings)}
+            )
+    return {
+        "rows": len(table.record), "records": _distinct(table.record),
+        "prompts": _distinct(table.prompt), "fingerprints": list(table.fingerprints),
+        "settings": asdict(settings), "results": results,
+        "swaps": [{"score": dim, **asdict(_swaps(table, dim, settings))} for dim in dims],
+    }  # fmt: skip
+
+
+def _score_first(args: argparse.Namespace) -> int:
+    """The exit code of `flowalign score` on the dataset, whose table replaces it; 0 without one."""
+    options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if args.rewards is None:
+        if given:
+            raise ValueError(f"{', '.join(given)} mean nothing without --rewards")
+        return 0
+    if args.out is None:
+        raise ValueError("--rewards needs --out, the folder that the scores are written to")
+    passed = [text for name, value in options.items() if value is not None
+              for text in (f"--{name}", str(value))]  # fmt: skip
+    command = [sys.executable, "-m", "flowalign.score_command", args.data]
+    command += ["--rewards", args.rewards, "--out", args.out, *passed]
+    code = subprocess.run(command, check=False).returncode
+    args.data = args.out
+    return code
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from flowalign.console import table as show
+    from flowalign.paths import write_text
+    from flowalign.reward_training.pairs import find_table, read_scores
+    from flowalign.reward_training.report import finite, page
+
+    source = find_table(Path(args.data))
+    settings = Settings(args.bootstrap, args.bins, seed=args.seed)
+    content = {"table": str(source), **evaluate(
+        read_scores(source), settings, args.scores, args.humans
+    )}  # fmt: skip
+    out = Path(args.out) if args.out else source.parent
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(finite(content), indent=1, allow_nan=False)
+    write_text(out / "eval.json", text + "\n")
+    write_text(out / "eval.html", page(out.resolve().name, content, MEASURES))
+    rows = {f"{r['score']} ~ {r['human']}": _line(r) for r in content["results"]}
+    show(f"{source}: {out / 'eval.html'}", rows)
+    return 0
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    """The headline figures of one row, for a terminal."""
+    parts = [f"{result['pairs']} pairs"]
+    for name, short in (
+        ("accuracy_without_ties", "w/o ties"), ("accuracy_held_out", "w/ ties"),
+        ("kendall", "tau"), ("spearman", "rho"), ("ece", "ECE"),
+    ):  # fmt: skip
+        measure = result["measures"][name]
+        if math.isfinite(measure["value"]):
+            spread = f" [{measure['low']:.3f}, {measure['high']:.3f}]"
+            parts.append(f"{short} {measure['value']:.3f}" + spread * math.isfinite(measure["low"]))
+    return "  ".join(parts)
+
+
+def _chosen(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
+    unknown = [name for name in wanted or [] if name not in known]
+    if unknown:
+        raise ValueError(
+            f"no {what} {', '.join(map(repr, unknown))}; the table has {', '.join(known)}"
+        )
+    return list(wanted or known)
+
+
+def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) -> dict[str, Any]:
+    from flowalign.functional import agreement
+    from flowalign.reward_training.pairs import pairs
+
+    compared = pairs(table, dim, column)
+    lead, human, share = compared.lead, compared.human, compared.share
+    measures = _pair_measures(compared, settings) | _row_measures(table, dim, column, settings)
+    curve = agreement.reliability(lead, share, settings.num_bins)
+    return {
+        "pairs": len(lead), "human_ties": int((human == 0).sum()), "unscored": compared.unscored,
+        "tie_threshold": agreement.best_tie_threshold(lead, human).threshold,
+        "temperature": agreement.temperature(lead, share) if len(lead) else math.nan,
+        "measures": {name: asdict(measures[name]) for name in MEASURES},
+        "reliability": [
+            {"confidence": float(c), "accuracy": float(a), "n": int(n)}
+            for c, a, n in zip(curve.confidence, curve.accuracy, curve.num, strict=True) if n
+        ],
+    }  # fmt: skip
+
+
+def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
+    from flowalign.functional import agreement, resampling
+
+    lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
+    fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
+    cool, bins = agreement.cooled(lead, share, fold), settings.num_bins
+    resampled = {
+        "accuracy_with_ties": lambda w: resampling.best_accuracy(lead, human, w),
+        "accuracy_held_out": lambda w: resampling.held_out_accuracy(lead, human, fold, w),
+        "ece": lambda w: resampling.calibration_error(lead, share, bins, w),
+        "ece_calibrated": lambda w: resampling.calibration_error(cool, share, bins, w),
+    }
+    measures = {
+        name: _measured(statistic, cluster, settings, len(lead))
+        for name, statistic in resampled.items()
+    }
+    measures["accuracy_without_ties"] = _measured(
+        lambda w: resampling.accuracy_without_ties(lead, human, w),
+        cluster, settings, int((human != 0).sum()),
+    )  # fmt: skip
+    # It depends on the order of the rows, which a resample has not.
+    videoalign = agreement.videoalign_accuracy_with_ties(lead, human)
+    return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
+
+
+def _row_measures(
+    table: "ScoredTable", dim: str, column: str, settings: Settings
+) -> dict[str, Measure]:
+    """Correlations: Kendall's inside groups; Spearman's of ratings, which have one scale."""
+    from flowalign.functional import agreement, resampling
+    from flowalign.reward_training.pairs import groups
+
+    score, human = table.scores[dim], table.humans[column]
+    rows = (score.isfinite() & human.isfinite()).nonzero()[:, 0]
+    x, y, group, prompt = score[rows], human[rows], groups(table, column)[rows], table.prompt[rows]
+    taus = agreement.kendall(x, y, group)
+    ids, index = group.unique(return_inverse=True)
+    owner = prompt.new_zeros(len(ids)).scatter(0, index, prompt)
+    owner, taus = owner[taus.isfinite()], taus[taus.isfinite()]
+    tau = _measured(lambda w: resampling.mean(taus, w), owner, settings, len(taus))
+    rho = Measure(math.nan)
+    if column.startswith("rating/"):
+        rho = _measured(lambda w: resampling.spearman(x, y, w), prompt, settings, len(rows))
+    return {"kendall": tau, "spearman": rho}
+
+
+def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
+    """Agreement of verdicts on the same two media in both orders; n is 0 where there are none."""
+    from flowalign.functional import resampling
+    from flowalign.reward_training.pairs import both_orders
+
+    forward, backward, cluster = both_orders(table, dim)
+    same = (forward.sign() == backward.sign()).double()
+    return _measured(lambda w: resampling.mean(same, w), cluster, settings, len(same))
+
+
+def _measured(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
+    """The statistic of all rows, and its interval."""
+    import torch
+
+    from flowalign.functional.resampling import bootstrap
+
+    value = math.nan
+    if len(cluster):
+        value = float(statistic(torch.ones(1, len(cluster), dtype=torch.float64)))
+    if math.isnan(value) or not settings.repeats:
+        return Measure(value, n=n)
+    return Measure(value, *bootstrap(statistic, cluster, settings.repeats, _generator(settings)), n)
+
+
+def _generator(settings: Settings) -> Any:
+    """The same for every measure, so that they see the same resamples."""
+    import torch
+
+    return torch.Generator().manual_seed(settings.seed)
+
+
+def _distinct(ids: Any) -> int:
+    return len(ids.unique())

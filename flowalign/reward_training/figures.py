@@ -1,0 +1,87 @@
+"""How well trained scores agree with the labels, per dimension, and their calibration."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.agreement import (
+    accuracy_with_ties,
+    accuracy_without_ties,
+    best_tie_threshold,
+    reliability,
+    spearman,
+    temperature,
+)
+from flowalign.reward_training.losses import LabelKind, pairs_of
+
+Figures = Mapping[str, float]
+
+
+def figures(
+    score: Float[Tensor, "B m"],
+    labels: Float[Tensor, "B m"],
+    kind: LabelKind,
+    tie_threshold: float | None = None,
+) -> Figures:
+    """Accuracy over pairs without and with ties, its number of pairs, and calibration.
+
+    Leads up to `tie_threshold` count as ties; with None, that with the highest accuracy on these
+    very pairs (optimistic). Votes decide for the majority. Ratings add Spearman's correlation.
+    """
+    pairs = pairs_of(labels, kind)
+    a, b = pairs.of(score)
+    lead, human = a - b, (pairs.target - 0.5).sign().long()
+    if tie_threshold is None:
+        tie_threshold = best_tie_threshold(lead, human).threshold
+    found = {
+        "accuracy": accuracy_without_ties(lead, human),
+        "accuracy_with_ties": accuracy_with_ties(lead, human, tie_threshold),
+        "ties": float((human == 0).double().mean()) if len(human) else math.nan,
+        "pairs": float(len(pairs)),
+        "calibration_error": reliability(lead, pairs.target).error,
+    }
+    if kind == "ratings":
+        given = labels.isfinite()
+        found |= {"spearman": spearman(score[given], labels[given]), "ratings": float(given.sum())}
+    return found
+
+
+def tie_threshold(
+    score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
+) -> float:
+    """The lead up to which pairs are best called ties; -1 where none is, NaN without pairs."""
+    pairs = pairs_of(labels, kind)
+    a, b = pairs.of(score)
+    return best_tie_threshold(a - b, (pairs.target - 0.5).sign().long()).threshold
+
+
+def calibrated(
+    score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
+) -> float | None:
+    """T such that sigmoid((a - b) / T) is the likeliest of these pairs; None where there is none.
+
+    There is none without pairs, where scores say nothing, and where they are never wrong.
+    """
+    pairs = pairs_of(labels, kind)
+    a, b = pairs.of(score)
+    if not len(pairs):
+        return None
+    found = temperature(a - b, pairs.target)
+    return found if 0 < found < math.inf else None
+
+
+def units(
+    scores: Float[Tensor, "B m R"], labels: Float[Tensor, "B m R"]
+) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"]]:
+    """Mean and standard deviation per dimension over the candidates that have a label there.
+
+    A dimension that does not vary keeps the standard deviation 1.
+    """
+    mask = labels.isfinite()
+    count = mask.sum((0, 1)).clamp(min=1)
+    mean = torch.where(mask, scores, 0.0).sum((0, 1)) / count
+    variance = torch.where(mask, (scores - mean).square(), 0.0).sum((0, 1)) / count
+    return mean, torch.where(variance > 1e-12, variance.sqrt(), 1.0)

@@ -1,0 +1,202 @@
+"""What a training leaves: state to resume from, and a folder that holds the trained reward.
+
+model/
+    model.safetensors   rater.* (head, statistics, units) and backbone.* (adapters, if any)
+    config.json         how to build it again, what it was trained on, how good it is
+    README.md           the same for people
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowalign.reward_training.card import card
+from flowalign.reward_training.figures import calibrated, figures, tie_threshold, units
+from flowalign.reward_training.labels import PARTS
+from flowalign.reward_training.training import RewardTrainer
+
+FORMAT = "flowalign trained reward 1"
+
+
+@dataclass(frozen=True)
+class About:
+    """What the folder says besides what was learned."""
+
+    name: str
+    licence: str
+    modality: str
+    backbone: Mapping[str, Any]
+    """Class path and arguments, as in a run file."""
+    head: Mapping[str, Any]
+    data: Mapping[str, Any]
+    """Where the preferences came from and their fingerprint."""
+
+
+def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
+    """Everything that the rest of the training depends on, written aside and renamed."""
+    tensors = {f"now.{n}": p for n, p in trainer.trained().items()}
+    tensors |= {f"best.{n}": t for n, t in trainer.best.items()}
+    for name, parameter in trainer.trained().items():
+        for key, value in trainer.optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer.{name}:{key}"] = value
+    counters = {
+        "update": trainer.update, "epoch": trainer.epoch, "best_epoch": trainer.best_epoch,
+        "best_loss": trainer.best_loss, "skipped_in_a_row": trainer.skipped_in_a_row,
+        "data": data, "backbone": trainer.backbone.fingerprint,
+    }  # fmt: skip
+    _write(path, tensors, {"counters": json.dumps(counters)})
+
+
+def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
+    """Go on where `save_state` was called.
+
+    Raises:
+        ValueError: the file is damaged, or is of other data, another backbone or another head.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            counters = json.loads((file.metadata() or {})["counters"])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    here = {"data": data, "backbone": trainer.backbone.fingerprint}
+    if changed := [key for key, value in here.items() if counters[key] != value]:
+        raise ValueError(f"{path} was trained on other {' and '.join(changed)}; use --overwrite")
+    trained = trainer.trained()
+    shapes = {n.removeprefix("now."): t.shape for n, t in tensors.items() if n.startswith("now.")}
+    if shapes != {n: p.shape for n, p in trained.items()}:
+        raise ValueError(f"{path} is of another head or adapter; use --overwrite")
+    _put_back(trainer, tensors)
+    for key in ("update", "epoch", "best_epoch", "best_loss", "skipped_in_a_row"):
+        setattr(trainer, key, counters[key])
+
+
+@torch.no_grad()
+def _put_back(trainer: RewardTrainer, tensors: Mapping[str, Tensor]) -> None:
+    moments: dict[int, dict[str, Tensor]] = {}
+    order = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+    place = {id(p): i for i, p in enumerate(order)}
+    for name, parameter in trainer.trained().items():
+        parameter.copy_(tensors[f"now.{name}"])
+        prefix = f"optimizer.{name}:"
+        found = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        if found:
+            moments[place[id(parameter)]] = found
+    groups = trainer.optimizer.state_dict()["param_groups"]
+    trainer.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+    best = {n.removeprefix("best."): t for n, t in tensors.items() if n.startswith("best.")}
+    trainer.best = {name: t.to(trainer.device) for name, t in best.items()}
+
+
+def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]:
+    """Take the best weights, calibrate on the held-out records, and write the folder.
+
+    Returns the content of its config.json.
+    """
+    trainer.use_best()
+    temperatures = _calibrate(trainer)
+    config = {
+        "format": FORMAT, "name": about.name, "dims": list(trainer.dimensions),
+        "modality": about.modality, "licence": about.licence,
+        "needs_prompt": trainer.backbone.reads_prompts,
+        "backbone": dict(about.backbone), "backbone_fingerprint": trainer.backbone.fingerprint,
+        "head": dict(about.head), "data": dict(about.data),
+        "labels": {n: d.labels for n, d in trainer.dimensions.items()},
+        "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},
+        "uncertain": [n for n, d in trainer.dimensions.items() if d.loss.needs_variance],
+        "learned": {n: dict(d.loss.learned()) for n, d in trainer.dimensions.items()},
+        "temperatures": temperatures, "best_epoch": trainer.best_epoch,
+        "figures": _figures(trainer),
+    }  # fmt: skip
+    aside = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    tensors = {f"rater.{n}": t for n, t in trainer.rater.state_dict().items()}
+    adapters = trainer.trained().items()
+    tensors |= {n: p for n, p in adapters if n.startswith("backbone.")}
+    _write(aside / "model.safetensors", tensors, {"format": FORMAT})
+    (aside / "config.json").write_text(json.dumps(_finite(config), indent=1) + "\n")
+    (aside / "README.md").write_text(card(config))
+    _swap(aside, folder)
+    return config
+
+
+def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
+    """Set the units of every dimension; returns the temperatures, None where there is none."""
+    preferences, rater = trainer.preferences, trainer.rater
+    held = preferences.rows("held_out")
+    score = trainer.scores(held).score
+    found: dict[str, float | None] = {}
+    for d, (name, dimension) in enumerate(trainer.dimensions.items()):
+        labels = preferences.labels[held, :, d]
+        found[name] = None
+        if dimension.loss.compares:
+            found[name] = calibrated(score[..., d], labels, dimension.labels)
+            rater.factor[d] = 1 / (found[name] or 1.0)
+    train = preferences.rows("train")
+    in_units, _ = rater.in_units(trainer.scores(train).to(trainer.device), z_score=False)
+    mean, std = units(in_units.cpu(), preferences.labels[train])
+    rater.mean.copy_(mean)
+    rater.std.copy_(std)
+    return found
+
+
+def _figures(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
+    """Per part and dimension, in calibrated units; ties as is best on the held-out records."""
+    preferences, found = trainer.preferences, {}
+    score = {}
+    for part in PARTS:
+        ratings = trainer.scores(preferences.rows(part)) if len(preferences.rows(part)) else None
+        if ratings is not None:
+            values, _ = trainer.rater.in_units(ratings.to(trainer.device), z_score=False)
+            score[part] = values.cpu()
+    for part, values in score.items():
+        found[part] = {}
+        for d, (name, dimension) in enumerate(trainer.dimensions.items()):
+            kind = dimension.labels
+            held = preferences.labels[preferences.rows("held_out"), :, d]
+            threshold = tie_threshold(score["held_out"][..., d], held, kind)
+            labels = preferences.labels[preferences.rows(part), :, d]
+            known = -1.0 if math.isnan(threshold) else threshold
+            found[part][name] = dict(figures(values[..., d], labels, kind, known))
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: null."""
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    aside = path.with_name(f".{path.name}.tmp")
+    try:
+        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside, metadata)
+        os.replace(aside, path)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _swap(aside: Path, folder: Path) -> None:
+    """Rename; what was there before stays until the new folder has its name."""
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, old)
+    os.replace(aside, folder)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,238 @@
+"""What a dimension learns from: labels of any kind, and the loss that reads them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from typing_extensions import override
+
+from flowalign.functional import reward_loss as losses
+from flowalign.functional.rating import Ratings
+
+LabelKind = Literal["ranks", "votes", "ratings"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Pairs of candidates that people compared, a pair of a record of m being i < j."""
+
+    record: Int[Tensor, "n"]
+    a: Int[Tensor, "n"]
+    b: Int[Tensor, "n"]
+    target: Float[Tensor, "n"]
+    """Probability that a is better: 1, 0.5 for a tie, 0, or a share of votes in between."""
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def of(self, table: Float[Tensor, "B m"]) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
+        """The entries of both candidates of every pair."""
+        return table[self.record, self.a], table[self.record, self.b]
+
+
+def pairs_of(labels: Float[Tensor, "B m"], kind: LabelKind) -> Pairs:
+    """All labelled pairs of B records of up to m candidates; NaN is no label.
+
+    Of ranks the lower and of ratings the higher is better, equal ones tie; of votes the target is
+    the share that a has of their votes (two without any vote were not compared).
+    """
+    a, b = torch.triu_indices(labels.shape[1], labels.shape[1], offset=1)
+    first, second = labels[:, a], labels[:, b]
+    if kind == "votes":
+        target = first / (first + second)
+    else:
+        ahead = second - first if kind == "ranks" else first - second
+        target = torch.where(ahead.isnan(), ahead, 0.5 + 0.5 * ahead.sign())  # sign(NaN) is 0
+    record, pair = target.isfinite().nonzero(as_tuple=True)
+    return Pairs(record, a[pair], b[pair], target[record, pair])
+
+
+class RewardLoss(nn.Module, ABC):
+    """Scores and labels of one dimension to a loss per item (pair, list or rating) with a label.
+
+    What it learns itself, such as how often people see a tie, are its parameters.
+    """
+
+    reads: tuple[LabelKind, ...]
+    """Kinds of labels that it understands."""
+    needs_variance: bool = False
+    """Whether the head must say how unsure it is."""
+    compares: bool = True
+    """Scores mean only differences; else they are in the units of the ratings."""
+
+    @abstractmethod
+    def forward(
+        self, ratings: Ratings, labels: Float[Tensor, "B m"], kind: LabelKind
+    ) -> Float[Tensor, "n"]:
+        """One loss per labelled item; scores and log variances are [B, m]. NaN is no label."""
+
+    def learned(self) -> Mapping[str, float | list[float]]:
+        """What it learned, by name, for the model card."""
+        return {}
+
+
+class BradleyTerry(RewardLoss):
+    """Cross-entropy under P(A) = sigmoid(a - b); ties and shares of votes are soft targets."""
+
+    reads = ("ranks", "votes", "ratings")
+
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        pairs = pairs_of(labels, kind)
+        return losses.bradley_terry(*pairs.of(ratings.score), pairs.target)
+
+
+class BradleyTerryTies(RewardLoss):
+    """Bradley-Terry with ties of Rao and Kupper; k, how readily people see one, is learned.
+
+    `tie_share` is the probability of a tie at equal scores to begin with; with `learn_k` false it
+    stays. The 2/3 of VideoAlign's k = 5 is the default.
+    """
+
+    reads = ("ranks", "ratings")
+
+    def __init__(self, tie_share: float = 2 / 3, learn_k: bool = True):
+        super().__init__()
+        start = torch.tensor(losses.log_k_of(tie_share))
+        # softplus keeps log k above 0 whatever the optimizer does.
+        self.raw = nn.Parameter(torch.log(torch.expm1(start)), requires_grad=learn_k)
+
+    @property
+    def log_k(self) -> Float[Tensor, ""]:
+        """Positive; at equal scores a tie has (k - 1) / (k + 1)."""
+        return nn.functional.softplus(self.raw) + 1e-4
+
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        pairs = pairs_of(labels, kind)
+        return losses.bt_with_ties(*pairs.of(ratings.score), pairs.target, self.log_k)
+
+    def learned(self) -> Mapping[str, float | list[float]]:
+        """See `RewardLoss`."""
+        return {"k": float(self.log_k.detach().exp())}
+
+
+class _WithVariance(RewardLoss):
+    reads = ("ranks", "votes", "ratings")
+    needs_variance = True
+
+    def _terms(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> tuple[Tensor, ...]:
+        pairs, spread = pairs_of(labels, kind), ratings.log_variance
+        assert spread is not None, "the trainer checks that the head gives a log variance"
+        log_sigma_a, log_sigma_b = pairs.of(0.5 * spread)
+        return (*pairs.of(ratings.score), pairs.target, log_sigma_a, log_sigma_b)
+
+
+class Thurstone(_WithVariance):
+    """Probit with a variance per sample: P(A) = Phi((a - b) / sqrt(var_a + var_b))."""
+
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        return losses.thurstone(*self._terms(ratings, labels, kind))
+
+
+class Uncertainty(_WithVariance):
+    """Expected Bradley-Terry loss over uncertain scores, as HPSv3, by Gauss-Hermite quadrature.
+
+    -log sigmoid is convex, so doubt only ever adds to this loss: it regularises, and the variances
+    it leaves shrink on every sample alike. Where they are to say which samples people disagree
+    about, take `Thurstone`.
+    """
+
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        return losses.uncertainty(*self._terms(ratings, labels, kind))
+
+
+class PlackettLuce(RewardLoss):
+    """-log probability of the ranking of each record, divided by the choices it consists of."""
+
+    reads = ("ranks", "ratings")
+
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        given = labels.isfinite()
+        ranks = torch.where(given, labels if kind == "ranks" else -labels, 0.0)
+        teaches = losses.has_order(ranks, given)
+        loss = losses.plackett_luce(ratings.score, ranks, given)
+        return (loss / (given.sum(1) - 1).clamp(min=1))[teaches]
+
+
+class VoteFraction(RewardLoss):
+    """KL from the shares of the votes to softmax(scores) over the candidates of a record."""
+
+    reads = ("votes",)
+
+    @override
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        given = labels.isfinite()
+        share = torch.where(given, labels, 0.0)
+        total = share.sum(1, keepdim=True)
+        loss = losses.vote_fraction(ratings.score, share / total.clamp(min=1e-12), given)
+        return loss[(given.sum(1) > 1) & (total[:, 0] > 0)]
+
+
+class Regression(RewardLoss):
+    """Squared error of the standardised ratings; with `delta`, Huber's loss that bends there."""
+
+    reads = ("ratings",)
+    compares = False
+
+    def __init__(self, delta: float | None = None):
+        super().__init__()
+        if delta is not None and not delta > 0:
+            raise ValueError(f"delta is {delta}; it must be above 0, or null for squared error")
+        self.delta = delta
+
+    @override
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        given = labels.isfinite()
+        score, label = ratings.score[given], labels[given]
+        if self.delta is None:
+            return losses.squared_error(score, label)
+        return losses.huber(score, label, self.delta)
+
+
+class Ordinal(RewardLoss):
+    """Proportional odds over the given levels of ratings, whose cuts are learned.
+
+    `levels` are all values that a rating can take; a rating between two is refused.
+    """
+
+    reads = ("ratings",)
+
+    def __init__(self, levels: Sequence[int | float]):
+        super().__init__()
+        if len(levels) < 2 or list(levels) != sorted(set(levels)):
+            raise ValueError(f"levels are {list(levels)}; give two or more, increasing")
+        self.levels = torch.tensor(levels, dtype=torch.float32)
+        cuts = len(levels) - 1
+        self.first = nn.Parameter(torch.tensor(-0.5 * (cuts - 1)))
+        self.gaps = nn.Parameter(torch.full((cuts - 1,), 0.5413))  # softplus of it is 1
+
+    @property
+    def cuts(self) -> Float[Tensor, "cuts"]:
+        """Increasing: P(level <= l) = sigmoid(cuts[l] - score)."""
+        gaps = nn.functional.softplus(self.gaps) + 1e-4
+        return torch.cat([self.first[None], self.first + gaps.cumsum(0)])
+
+    @override
+    def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
+        """See `RewardLoss`."""
+        given = labels.isfinite()
+        levels = self.levels.to(labels.device)
+        distance, level = (labels[given][:, None] - levels).abs().min(1)
+        if len(distance) and float(distance.max()) > 1e-4:
+            worst = float(labels[given][distance.argmax()])
+            raise ValueError(f"a rating of {worst:g} is none of the levels {self.levels.tolist()}")
+        return losses.ordinal(ratings.score[given], level, self.cuts)
+
+    def learned(self) -> Mapping[str, float | list[float]]:
+        """See `RewardLoss`."""
+        return {"cuts": self.cuts.detach().tolist()}

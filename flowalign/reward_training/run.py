@@ -1,0 +1,211 @@
+"""A training of a reward model from its run file to its folder."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from flowalign.config import ConfigError
+from flowalign.functional.rating import Features
+from flowalign.learner import Optimizer
+from flowalign.paths import bundled, write_text
+from flowalign.readers import open_dataset
+from flowalign.records import Record
+from flowalign.reward_training.embeddings import Embeddings
+from flowalign.reward_training.folder import About, finish, restore_state, save_state
+from flowalign.reward_training.labels import Preferences, gather
+from flowalign.reward_training.losses import LabelKind
+from flowalign.reward_training.recipe import Dimension, Schedule
+from flowalign.reward_training.training import RewardTrainer, drawing, frames_for
+from flowalign.tracking import Tracker
+from flowalign.types import Backbone, Head
+
+STATE, MODEL = "state.safetensors", "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """One preference dataset."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, or a folder."""
+    schema: str = "auto"
+    root: str | None = None
+    """Where relative paths of media begin; null: beside the file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRun:
+    """Everything that defines a training. One YAML file sets every field it needs."""
+
+    name: str
+    licence: str
+    """Of the trained reward: what its data and its backbone allow."""
+    backbone: Backbone
+    """By dotted path of a class in `reward_models` or of your own."""
+    head: Head
+    dimensions: dict[str, Dimension]
+    """Dimensions of the reward, named as in the data."""
+    data: list[Data]
+    held_out: float = 0.1
+    """Share of the prompts that decide when to stop, and calibrate."""
+    test: float = 0.1
+    """Share of the prompts that decide nothing and are only reported."""
+    modality: Literal["image", "video", "any"] = "any"
+    schedule: Schedule = field(default_factory=Schedule)
+    optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
+    embeddings: str | None = "runs/embeddings"
+    """Folder that keeps the features of frozen backbones; null: nowhere."""
+    max_failed_fraction: float = 0.01
+    """Of media that may be unreadable, and of rows that may be invalid."""
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = None
+    """CPU threads; null: torch's choice."""
+    output_dir: str = "runs/reward"
+
+    def __post_init__(self) -> None:
+        """Checks that need neither weights nor data."""
+        if not self.dimensions or not self.data:
+            raise ValueError("dimensions and data must each name at least one")
+        if not (0 < self.held_out < 1 and 0 <= self.test < 1 and self.held_out + self.test < 1):
+            raise ValueError(
+                f"held_out {self.held_out}, test {self.test}: need 0 < held_out, 0 <= test, "
+                "and their sum below 1"
+            )
+        if not 0 <= self.max_failed_fraction < 1:
+            raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}, not in [0, 1)")
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads is {self.threads}; it must be at least 1, or null")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is cuda, but there is none; set it to auto or cpu")
+
+
+def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str]:
+    """A run file with overrides such as `--schedule.epochs 3`, and the resolved YAML.
+
+    Raises:
+        ConfigError: in at most five lines, naming the key or value.
+    """
+    path = Path(bundled(config))
+    if not path.is_file():
+        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
+    parser = ArgumentParser(prog="flowalign reward train", exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(RewardRun, None, fail_untyped=True)
+    dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
+    try:
+        parsed = parser.parse_args(["--config", str(path), *dashed])
+        text = parser.dump(parsed, skip_none=False)
+        built = parser.instantiate_classes(parsed)
+        return RewardRun(**{name: built[name] for name in RewardRun.__dataclass_fields__}), text
+    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
+        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error
+
+
+def train(
+    run: RewardRun, config: str, say: Callable[[str], None], resume: bool = False,
+    overwrite: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Train, calibrate and write `<output_dir>/model`; returns the content of its config.json.
+
+    Raises:
+        ValueError: the folder is in use, or run file and data do not fit.
+        TrainingFailure: no update can be made any more.
+    """
+    folder = Path(run.output_dir)
+    _claim(folder, resume, overwrite)
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
+    device = torch.device("cuda" if cuda else "cpu")
+    preferences, identity = read_preferences(run)
+    with drawing(run.seed, torch.device("cpu"), "adapters"):
+        run.backbone.load()
+    run.backbone.network.to(device)
+    features, preferences = embedded(run, preferences, say)
+    trainer = RewardTrainer(
+        run.backbone, run.head, run.dimensions, preferences, features, run.optimizer, run.schedule,
+        run.seed,
+    )  # fmt: skip
+    if resume:
+        restore_state(folder / STATE, trainer, identity)
+    write_text(folder / "config.yaml", config)
+    tracker = Tracker(folder, keep_until=trainer.epoch + 1 if resume else None)
+    try:
+        for metrics in trainer.epochs():
+            tracker.log(trainer.epoch, metrics)
+            save_state(folder / STATE, trainer, identity)
+            say(f"epoch {trainer.epoch}: held-out loss {metrics['held_out/loss']:.4f}")
+    finally:
+        tracker.close()
+    return finish(folder / MODEL, trainer, _about(run, config, preferences, identity))
+
+
+def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
+    """The table of all datasets, and a hash of it."""
+    sets = [open_dataset(d.path, d.schema, d.root) for d in run.data]
+    records: list[Record] = [record for some in sets for record in some]
+    kinds: dict[str, LabelKind] = {
+        name: dimension.labels for name, dimension in run.dimensions.items()
+    }
+    preferences = gather(records, kinds, run.seed, (run.held_out, run.test))
+    if (bad := len(preferences.problems)) > run.max_failed_fraction * len(records):
+        raise ValueError(
+            f"{bad} of {len(records)} rows are invalid (max_failed_fraction "
+            f"{run.max_failed_fraction:g}); the first: {preferences.problems[0]}"
+        )
+    return preferences, preferences.fingerprint()
+
+
+def embedded(
+    run: RewardRun, preferences: Preferences, say: Callable[[str], None]
+) -> tuple[Features, Preferences]:
+    """Features of all samples, and the preferences without media that could not be read."""
+    cache = Path(run.embeddings) if run.embeddings else None
+    embeddings = Embeddings(run.backbone, frames_for(run.backbone), cache)
+    features, failed = embeddings(preferences.samples)
+    total = len(preferences.samples)
+    say(f"{total} samples; {embeddings.num_computed} embedded now, {len(failed)} unreadable")
+    if len(failed) > run.max_failed_fraction * total:
+        first = min(failed)
+        raise ValueError(
+            f"{len(failed)} of {total} media failed (max_failed_fraction "
+            f"{run.max_failed_fraction:g}); the first: {failed[first]}"
+        )
+    return features, preferences.without(failed)
+
+
+def _about(run: RewardRun, config: str, preferences: Preferences, identity: str) -> About:
+    resolved = yaml.safe_load(config)
+    data = {
+        "sources": [d.path for d in run.data],
+        "fingerprint": identity,
+        "records": {part: len(preferences.rows(part)) for part in ("train", "held_out", "test")},
+        "samples": len(preferences.samples),
+        "unlabelled": preferences.num_unlabelled,
+        "invalid": len(preferences.problems),
+    }
+    return About(run.name, run.licence, run.modality, resolved["backbone"], resolved["head"], data)
+
+
+def _claim(folder: Path, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    if resume and not (folder / STATE).is_file():
+        raise ValueError(f"{folder} holds no training to resume")
+    if overwrite:
+        shutil.rmtree(folder, ignore_errors=True)
+    elif not resume and folder.exists() and any(folder.iterdir()):
+        raise ValueError(
+            f"{folder} already holds a training and is not overwritten.\n"
+            "Add --resume to go on with it, --overwrite to replace it, "
+            "or choose another output_dir."
+        )
+    folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,264 @@
+"""The loop that trains a reward model: a head, and adapters if wanted, on people's preferences."""
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from flowalign.functional.rating import Features, Rater, Ratings
+from flowalign.learner import Optimizer, TrainingFailure
+from flowalign.media_files import decode
+from flowalign.records import Media
+from flowalign.reward_training.embeddings import Frames, Sample, embed_samples
+from flowalign.reward_training.figures import figures
+from flowalign.reward_training.labels import Part, Preferences
+from flowalign.reward_training.recipe import Dimension, Schedule
+from flowalign.reward_training.ridge import first_stage
+from flowalign.seeds import generator
+from flowalign.types import Backbone, Head
+
+_RECORDS_AT_ONCE = 256
+
+
+class RewardTrainer:
+    """One training, from a table of preferences to the best weights on the held-out records.
+
+    Everything random is a function of the seed and of the update: a resumed training goes on as if
+    it had never stopped. `features` are those of `preferences.samples` under the loaded backbone.
+    """
+
+    def __init__(
+        self, backbone: Backbone, head: Head, dimensions: Mapping[str, Dimension],
+        preferences: Preferences, features: Features, optimizer: Optimizer, schedule: Schedule,
+        seed: int = 0,
+    ):  # fmt: skip
+        self.backbone, self.dimensions, self.preferences = backbone, dimensions, preferences
+        self.cfg, self.schedule, self.seed = optimizer, schedule, seed
+        self.device = next(backbone.network.parameters()).device
+        self.features = Features(features.joint.nan_to_num(), features.prompt.nan_to_num())
+        self.tuned = any(p.requires_grad for p in backbone.network.parameters())
+        """Whether features change in training; else `features` hold throughout."""
+        self.rater = self._rater(head)
+        self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
+        self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
+        if schedule.ridge:
+            first_stage(schedule.ridge, self.rater, self.features, preferences, self.targets,
+                        [d.labels for d in dimensions.values()])  # fmt: skip
+        self.rater.to(self.device)
+        self.losses.to(self.device)
+        self.optimizer = self._optimizer()
+        self.update = self.epoch = self.skipped_in_a_row = self.best_epoch = 0
+        self.best_loss = math.inf
+        self.best: dict[str, Tensor] = {}
+
+    @property
+    def finished(self) -> bool:
+        """Whether all epochs are done, or the last ones brought nothing."""
+        waited = self.epoch - self.best_epoch
+        return self.epoch >= self.schedule.epochs or waited >= self.schedule.patience
+
+    def epochs(self) -> Iterator[dict[str, float]]:
+        """Train epoch by epoch; metrics after each. Between two, all state is consistent."""
+        train = self.preferences.rows("train")
+        while not self.finished:
+            order = torch.randperm(len(train), generator=generator(self.seed, "order", self.epoch))
+            metrics = [self._step(rows) for rows in train[order].split(self.schedule.batch_size)]
+            self.epoch += 1
+            yield self._assess(metrics)
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Parameters that training changes, by name."""
+        modules = {"rater": self.rater, "losses": self.losses, "backbone": self.backbone.network}
+        return {
+            f"{name}.{n}": p for name, module in modules.items()
+            for n, p in module.named_parameters() if p.requires_grad
+        }  # fmt: skip
+
+    def use_best(self) -> None:
+        """Put the weights of the best epoch in place."""
+        with torch.no_grad():
+            for name, parameter in self.trained().items():
+                parameter.copy_(self.best[name])
+
+    @torch.no_grad()
+    def scores(self, rows: Int[Tensor, "n"]) -> Ratings:
+        """Ratings [n, m, R] of records on the CPU, with nothing drawn at random."""
+        self.rater.eval()
+        parts = [self._rate(some) for some in rows.split(_RECORDS_AT_ONCE)]
+        spread = [p.log_variance.cpu() for p in parts if p.log_variance is not None]
+        score = torch.cat([p.score.cpu() for p in parts])
+        return Ratings(score, torch.cat(spread) if spread else None)
+
+    def _rater(self, head: Head) -> Rater:
+        """A fresh rater that knows the features' statistics and the units of the ratings."""
+        joint, prompt = self.features.joint.shape[1], self.features.prompt.shape[1]
+        with drawing(self.seed, self.device, "head"):
+            built = head.build(joint, prompt, tuple(self.dimensions))
+        rater = Rater(built, joint, prompt, len(self.dimensions))
+        train = self.preferences.rows("train")
+        labels = self.preferences.labels[train]
+        seen = self.preferences.candidate[train][labels.isfinite().any(2)]
+        rater.joint.fit(self.features.joint[seen])
+        rater.prompt.fit(self.features.prompt[seen])
+        for d, (name, dimension) in enumerate(self.dimensions.items()):
+            given = labels[..., d][labels[..., d].isfinite()]
+            if not len(given):
+                raise ValueError(f"no record with a label of {name!r} is left to train on")
+            if not dimension.loss.compares:
+                rater.shift[d], rater.factor[d] = given.mean(), given.std(correction=0).clamp(1e-6)
+        _check_variance(rater, self.features, self.dimensions)
+        return rater
+
+    def _optimizer(self) -> torch.optim.AdamW:
+        weights = [p for n, p in self.trained().items() if not n.startswith("losses.")]
+        own = [p for n, p in self.trained().items() if n.startswith("losses.")]
+        if not weights:
+            raise ValueError("schedule.ridge.freeze leaves nothing of this head to train")
+        groups = [{"params": weights}, {"params": own, "weight_decay": 0.0}]
+        cfg = self.cfg
+        return torch.optim.AdamW(
+            groups, lr=cfg.learning_rate, weight_decay=cfg.weight_decay, betas=cfg.betas,
+            eps=cfg.eps,
+        )  # fmt: skip
+
+    def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
+        """One update on some records; skipped where the gradient is not finite."""
+        train = self.preferences.rows("train")
+        total = self.schedule.epochs * math.ceil(len(train) / self.schedule.batch_size)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.cfg.rate(self.update, total)
+        self.rater.train()
+        with drawing(self.seed, self.device, "update", self.update):
+            losses = self._losses(self._rate(rows), rows)
+        self.update += 1
+        if not losses:  # no label among these records
+            return {}
+        self.optimizer.zero_grad(set_to_none=True)
+        weighted(self.dimensions, losses).backward()
+        norm = float(nn.utils.clip_grad_norm_(self.trained().values(), self.cfg.max_grad_norm))
+        if math.isfinite(norm):
+            self.optimizer.step()
+            self.skipped_in_a_row = 0
+        else:
+            self._skip()
+        found = {f"train/{name}/loss": float(loss.detach()) for name, loss in losses.items()}
+        return found | {"optim/grad_norm": norm}
+
+    def _skip(self) -> None:
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.cfg.max_skipped:
+            raise TrainingFailure(
+                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row "
+                f"(optimizer.max_skipped is {self.cfg.max_skipped}).\n"
+                "Lower optimizer.learning_rate; the last state on disk is intact."
+            )
+
+    def _rate(self, rows: Int[Tensor, "n"]) -> Ratings:
+        """Ratings [n, m, R]; where a record has fewer than m candidates they mean nothing."""
+        used, place = self.preferences.candidate[rows].clamp(min=0).unique(return_inverse=True)
+        ratings = self.rater(self._features(used))
+        spread = ratings.log_variance
+        return Ratings(ratings.score[place], None if spread is None else spread[place])
+
+    def _features(self, used: Int[Tensor, "k"]) -> Features:
+        if not self.tuned:
+            return self.features.take(used).to(self.device)
+        samples = [self.preferences.samples[i] for i in used.tolist()]
+        features, failed = embed(self.backbone, samples)
+        labels = self.preferences.labels.isfinite().any(2)
+        needed = set(self.preferences.candidate[labels].tolist())
+        if lost := [why for row, why in failed.items() if int(used[row]) in needed]:
+            raise OSError(f"a medium that could be read before no longer can: {lost[0]}")
+        keep = torch.tensor([row not in failed for row in range(len(used))])[:, None]
+        joint = torch.where(keep, features.joint, 0.0)
+        return Features(joint, torch.where(keep, features.prompt, 0.0)).to(self.device)
+
+    def _losses(self, ratings: Ratings, rows: Int[Tensor, "n"]) -> dict[str, Float[Tensor, ""]]:
+        """Mean loss of each dimension over its labelled items; none where there is no item."""
+        found = {}
+        for d, (name, dimension) in enumerate(self.dimensions.items()):
+            spread = None if ratings.log_variance is None else ratings.log_variance[..., d]
+            labels = self.targets[rows, :, d].to(ratings.score.device)
+            items = dimension.loss(Ratings(ratings.score[..., d], spread), labels, dimension.labels)
+            if len(items):
+                found[name] = items.mean()
+        return found
+
+    @torch.no_grad()
+    def _assess(self, steps: list[dict[str, float]]) -> dict[str, float]:
+        """Figures of this epoch; the weights are kept where the held-out loss is the lowest."""
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        metrics = {"epoch": float(self.epoch), "optim/learning_rate": rate}
+        for name in sorted({name for step in steps for name in step}):
+            values = [step[name] for step in steps if name in step]
+            metrics[name] = sum(values) / len(values)
+        rows = self.preferences.rows("held_out")
+        ratings = self.scores(rows).to(self.device)
+        losses = self._losses(ratings, rows)
+        held_out = float(weighted(self.dimensions, losses)) if losses else math.nan
+        metrics |= {f"held_out/{name}/loss": float(loss) for name, loss in losses.items()}
+        metrics["held_out/loss"] = held_out
+        metrics |= self._agreement("held_out", rows, ratings.score.cpu())
+        if held_out < self.best_loss:
+            self.best_loss, self.best_epoch = held_out, self.epoch
+            self.best = {n: p.detach().clone() for n, p in self.trained().items()}
+        elif not self.best:
+            raise TrainingFailure(f"the held-out loss of the first epoch is {held_out}")
+        return metrics
+
+    def _agreement(self, part: Part, rows: Tensor, score: Float[Tensor, "n m R"]) -> dict:
+        found = {}
+        for d, (name, dimension) in enumerate(self.dimensions.items()):
+            labels = self.preferences.labels[rows, :, d]
+            some = figures(score[..., d], labels, dimension.labels)
+            wanted = ("accuracy", "accuracy_with_ties", "spearman")
+            found |= {f"{part}/{name}/{key}": some[key] for key in wanted if key in some}
+        return found
+
+
+def weighted(
+    dimensions: Mapping[str, Dimension], losses: Mapping[str, Float[Tensor, ""]]
+) -> Float[Tensor, ""]:
+    """Sum of the losses of dimensions, by their weights."""
+    return torch.stack([dimensions[n].weight * loss for n, loss in losses.items()]).sum()
+
+
+def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, Dimension]) -> None:
+    """A head says how unsure it is exactly if a loss teaches it that."""
+    gives = rater.eval()(features.take(torch.tensor([0]))).log_variance is not None
+    wants = [n for n, d in dimensions.items() if d.loss.needs_variance]
+    if wants and not gives:
+        raise ValueError(
+            f"the loss of {', '.join(wants)} needs a head that says how unsure it is: "
+            "set its uncertainty to true"
+        )
+    if gives and not wants:
+        raise ValueError(
+            "no loss trains the head's uncertainty: set it to false, or take the loss "
+            "Uncertainty or Thurstone"
+        )
+
+
+def embed(backbone: Backbone, samples: list[Sample]) -> tuple[Features, dict[int, str]]:
+    """Features of samples read from their files, and which of them failed."""
+    return embed_samples(backbone, frames_for(backbone), samples)
+
+
+def frames_for(backbone: Backbone) -> Frames:
+    """Reads as many frames of a medium as the backbone looks at."""
+
+    def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
+        return decode(medium, backbone.num_frames).frames
+
+    return read
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device, purpose: str, *index: int) -> Iterator[None]:
+    """Torch's random state as a function of the seed and what it is for; afterwards as before."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(generator(seed, purpose, *index).initial_seed())
+        yield

@@ -1,0 +1,156 @@
+"""Scores on disk: parts that appear whole or not at all, and the table they are merged into."""
+
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+FORMATS = ("parquet", "jsonl")
+FIXED = {
+    "record": "string", "medium": "int64", "prompt": "string", "path": "string",
+    "reason": "string", "fingerprint": "string",
+}  # fmt: skip
+"""Columns of every table, with their types."""
+_ROWS_AT_ONCE = 4096
+_DIGITS = 8
+
+
+class Parts:
+    """The rows of one block of records are one file, named after the block.
+
+    A part is written aside and renamed. So a kill loses the block in progress, a block that is
+    there is complete, and one that is scored twice is the same file.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __contains__(self, block: int) -> bool:
+        return self._path(block).exists()
+
+    def write(self, block: int, rows: Sequence[Row]) -> None:
+        """Save the rows of a block."""
+        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        partial = self.folder / f".{block}.{os.getpid()}.tmp"
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(self._path(block))
+
+    def rows(self, blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The saved rows of these blocks, in order.
+
+        Raises:
+            ValueError: a block is missing.
+        """
+        for block in blocks:
+            if block not in self:
+                raise ValueError(f"block {block} of {self.folder} has not been scored yet")
+            with self._path(block).open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def blocks(self) -> list[int]:
+        """Those that are there, in order."""
+        return sorted(int(path.stem) for path in self.folder.glob("*.jsonl"))
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"{block:0{_DIGITS}}.jsonl"
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Hold a lock file; it is free again when the process ends, however it ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is scoring into {lock.parent}") from error
+        yield
+
+
+def agree(manifest: Path, settings: Mapping[str, Any]) -> None:
+    """Write what decides the scores, or compare it with what an earlier run has written.
+
+    Raises:
+        ValueError: naming what differs.
+    """
+    compare(manifest, settings)
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    partial = manifest.with_name(f".{manifest.name}.{os.getpid()}.tmp")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(manifest)
+
+
+def compare(manifest: Path, settings: Mapping[str, Any]) -> None:
+    """Refuse a folder that was made with other settings, or that holds something else."""
+    folder = manifest.parent
+    if not manifest.exists():
+        found = {path.name for path in folder.glob("*") if path.is_file()} - {manifest.name}
+        if any(not name.startswith(".") for name in found):
+            raise ValueError(f"{folder} holds files that are not of a scoring job")
+        return
+    earlier = json.loads(manifest.read_text(encoding="utf-8"))
+    differs = [name for name in settings if settings[name] != earlier.get(name)]
+    if differs:
+        was, now = (str(side.get(differs[0])) for side in (earlier, settings))
+        raise ValueError(
+            f"{folder} was made with other settings: {', '.join(differs)} differ;\n"
+            f"{differs[0]} was {was[:200]!r}, now {now[:200]!r}\n"
+            "choose another --out, or the earlier settings"
+        )
+
+
+def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
+    """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
+    columns = _columns(parts.rows(blocks))
+    rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
+    partial = table.with_name(f".{table.name}.tmp")
+    if table.suffix == ".parquet":
+        _write_parquet(partial, rows, columns)
+    else:
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    partial.replace(table)
+
+
+def _columns(rows: Iterator[Row]) -> dict[str, str]:
+    """Names and types: what people said of some rows is a column of all."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    said = sorted(name for name in names if name.partition("/")[0] in ("rank", "votes", "rating"))
+    scored = [name for name in names if name not in said and name not in FIXED]
+    kinds = {name: "bool" if name.endswith("_valid") else "double" for name in scored}
+    return FIXED | dict.fromkeys(said, "double") | kinds
+
+
+def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {"string": pyarrow.string(), "int64": pyarrow.int64(),
+             "double": pyarrow.float64(), "bool": pyarrow.bool_()}  # fmt: skip
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    with parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+
+
+def needs_pyarrow() -> None:
+    """Raise a ValueError where parquet cannot be written, before anything is scored."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "parquet needs pyarrow: pip install 'flowalign[data]', or --format jsonl"
+        ) from error

@@ -1,0 +1,101 @@
+"""LAION's aesthetic predictors: a small head on the normalised picture embedding of CLIP.
+
+v2 (improved-aesthetic-predictor, `sac+logos+ava1-l14-linearMSE.pth`) sits on CLIP ViT-L/14; v2.5
+has the same head on SigLIP so400m and comes under AGPL-3.0.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.checkpoints import find_file, floats, load_exactly, read_tensors, signature
+from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
+from reward_models.network import NetworkReward
+from reward_models.pixels import per_frame
+
+
+class LinearStack(nn.Module):
+    """Linear layers n-1024-128-64-16-1 with nothing between them but (unused) dropout.
+
+    ImageReward has the same head; the numbers in `layers` are places of the original's list.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        sizes = {0: (width, 1024), 2: (1024, 128), 4: (128, 64), 6: (64, 16), 7: (16, 1)}
+        self.layers = nn.ModuleDict({str(i): nn.Linear(*size) for i, size in sizes.items()})
+
+    def forward(self, embedding: Float[Tensor, "n d"]) -> Float[Tensor, "n 1"]:
+        """One score per embedding."""
+        for layer in self.layers.values():
+            embedding = layer(embedding)
+        return embedding
+
+
+def linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> LinearStack:
+    """The head with its weights; its input width is that of the first layer."""
+    first = tensors.get("layers.0.weight")
+    if first is None or first.ndim != 2:
+        raise ValueError(f"{source} does not fit LinearStack\n1 missing: layers.0.weight")
+    head = LinearStack(first.shape[1])
+    load_exactly(head, floats(tensors), source)
+    return head
+
+
+class AestheticNetwork(nn.Module):
+    """Picture tower and head."""
+
+    def __init__(self, towers: Towers, head: LinearStack):
+        super().__init__()
+        self.towers, self.head = towers, head
+
+
+class Aesthetic(NetworkReward):
+    """How beautiful people find a picture, about 1 to 10. A video scores the mean over its frames.
+
+    The prompt plays no role. `head` is the file, or a folder or hub repository that has
+    `head_file`. `clip` is a Hugging Face folder or hub repository or, with `pretrained`, a model of
+    open_clip (`ViT-L-14`, `openai`). For v2.5, `clip` is `google/siglip-so400m-patch14-384`.
+    """
+
+    network: AestheticNetwork
+
+    def __init__(
+        self,
+        head: str = "trl-lib/ddpo-aesthetic-predictor",
+        head_file: str = "aesthetic-model.pth",
+        clip: str = "openai/clip-vit-large-patch14",
+        pretrained: str | None = None,
+        device: str = "auto",
+        batch_size: int = 32,
+        offload: bool = False,
+    ):
+        spec = RewardSpec(
+            name="aesthetic",
+            dims=("aesthetic",),
+            modality="any",
+            scale=(float("-inf"), float("inf")),
+            licence="Apache-2.0",
+            differentiable=True,
+            version=" ".join(map(signature, (head, head_file, clip, pretrained))),
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.head, self.head_file, self.clip, self.pretrained = head, head_file, clip, pretrained
+
+    def read(self) -> AestheticNetwork:
+        """The picture tower (with the text tower, which is not used) and the head."""
+        path = find_file(self.head, self.head_file)
+        head = linear_stack(read_tensors(path), path)
+        if self.pretrained is None:
+            towers = read_hugging_face(self.clip)
+        else:
+            towers = read_open_clip(self.clip, self.pretrained)
+        return AestheticNetwork(towers, head)
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """head(embedding / |embedding|), the mean over frames."""
+        embedded = self.network.towers.images(batch.media.flatten(0, 1), self.batch_size)
+        return per_frame(batch.media, self.network.head(embedded)[:, 0])[:, None]

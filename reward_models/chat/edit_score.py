@@ -1,0 +1,98 @@
+"""EditScore: how well an edit follows its instruction, keeps the rest, and looks.
+
+Computed as its released code does, except that an answer that cannot be read is a failure.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import shown, source
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.panel import Panel, Sampling, check_known
+from reward_models.chat.parsers import score_list
+from reward_models.chat.template import describe, read_template
+
+DIMS = ("prompt_following", "consistency", "perceptual_quality", "overall")
+HIGHEST = 25.0
+Reduction = Literal["average_last", "average_first", "average_first_following"]
+_SAMPLING = Sampling(temperature=0.7)
+
+
+def read_edit(consistency: str, quality: str) -> list[float]:
+    """Success, faithfulness, their minimum SC, and quality PQ (a minimum too), from 0 to 10.
+
+    The first text scores success and over-editing, the second naturalness and artefacts, each from
+    0 to 25. Where a text holds one number it stands for both; faithfulness is NaN then.
+    """
+    edit, look = (score_list(text, 0.0, HIGHEST) for text in (consistency, quality))
+    faithful = edit[1] if len(edit) == 2 else torch.nan
+    return [10 * x / HIGHEST for x in (edit[0], faithful, min(edit), min(look))]
+
+
+def reduce_passes(
+    passes: Float[Tensor, "k 4"], reduction: Reduction = "average_last"
+) -> Float[Tensor, "4"]:
+    """The dimensions from what `read_edit` gave in k passes; overall is sqrt(SC * PQ).
+
+    average_last: the mean of every pass's overall. average_first: the overall of the mean SC and
+    PQ. average_first_following: the same with the mean of prompt_following in the place of SC; the
+    reference does this when it scores one image, so over-editing then costs nothing.
+    """
+    following, faithful, sc, pq = passes.unbind(1)
+    overall = {
+        "average_last": (sc * pq).sqrt().mean(),
+        "average_first": (sc.mean() * pq.mean()).sqrt(),
+        "average_first_following": (following.mean() * pq.mean()).sqrt(),
+    }[reduction]
+    return torch.stack([following.mean(), faithful.nanmean(), pq.mean(), overall])
+
+
+class EditScore(ChatJudge):
+    """Scores an edited image against its source (the first reference) and the instruction.
+
+    All dimensions are from 0 to 10. Ensembles of `sampling.passes` answers at temperature 0.7.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        reduction: Reduction = "average_last",
+        sc_template: str = "edit_score_sc",
+        pq_template: str = "edit_score_pq",
+        sampling: Sampling = _SAMPLING,
+    ):
+        check_known("reduction", reduction, get_args(Reduction))
+        self.sc = read_template(sc_template, ("prompt", "references", "media"))
+        self.pq = read_template(pq_template, ("media",))
+        panel = Panel(server, sampling)
+        version = panel.version(reduction=reduction, sc=describe(self.sc), pq=describe(self.pq))
+        spec = RewardSpec(
+            name="edit_score",
+            dims=DIMS,
+            modality="image",
+            scale=(0.0, 10.0),
+            licence="Apache-2.0",
+            needs=("prompt", "references"),
+            normalisation="0 to 25, divided by 2.5",
+            version=version,
+        )
+        super().__init__(spec, panel, partial(reduce_passes, reduction=reduction))
+
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """One conversation about source and edit, one about the edit alone."""
+        edited = shown(sample)
+        return [
+            self.sc.render(prompt=sample.prompts[0], references=source(sample), media=edited),
+            self.pq.render(media=edited),
+        ]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """What `reduce_passes` takes."""
+        return read_edit(answers[0].text, answers[1].text)

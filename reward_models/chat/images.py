@@ -1,0 +1,64 @@
+"""Pictures as chat servers take them."""
+
+import base64
+import io
+from collections.abc import Sequence
+from functools import lru_cache
+
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
+
+from flowalign.types import MediaBatch
+from reward_models.frames import evenly
+from reward_models.pixels import resized
+from reward_models.rule import Unscorable, to_bytes
+
+
+def data_url(picture: Float[Tensor, "3 h w"]) -> str:
+    """A picture in [0, 1] as a PNG in a data URL: lossless after rounding to 8 bits.
+
+    JPEG of quality 75 moves a pixel by 3 to 4 levels on average, which a judge of artefacts sees.
+    """
+    bits = to_bytes(picture[None])[0]
+    return _png(bits.tobytes(), bits.shape[1], bits.shape[0])
+
+
+def data_urls(pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h w"]) -> list[str]:
+    """Every picture, in order."""
+    return [data_url(picture) for picture in pictures]
+
+
+def shown(sample: MediaBatch, most: int = 1) -> list[str]:
+    """At most so many frames of a batch of one, evenly spaced, with the first and the last."""
+    video = sample.media[0].detach()
+    return data_urls(video[evenly(len(video), min(most, len(video)))])
+
+
+def source(sample: MediaBatch) -> list[str]:
+    """The first reference of a batch of one. Unscorable where there is none that can be shown."""
+    references = sample.references[0]
+    if len(references) == 0:
+        raise Unscorable("its source image is missing")
+    if not references[0].isfinite().all():
+        raise Unscorable("the pixels of its source image are not finite")
+    return [data_url(references[0])]
+
+
+def squashed(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
+    """Resized to a square whatever the aspect."""
+    return resized(frames, size, size, quantised=True)
+
+
+def with_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
+    """Resized so that the shortest side is `size`, nothing cut off."""
+    h, w = frames.shape[-2:]
+    scale = size / min(h, w)
+    return resized(frames, round(h * scale), round(w * scale), quantised=True)
+
+
+@lru_cache(maxsize=32)  # a group's pictures are shown in every one of its pairs
+def _png(bits: bytes, width: int, height: int) -> str:
+    file = io.BytesIO()
+    Image.frombytes("RGB", (width, height), bits).save(file, "PNG", compress_level=1)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

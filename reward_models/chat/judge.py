@@ -1,0 +1,113 @@
+"""A reward given by a chat model that looks at one sample at a time."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages
+from reward_models.chat.panel import Panel, Verdict
+from reward_models.chat.parsers import Unparsable
+from reward_models.rule import Unscorable
+
+Combine = Callable[[Tensor], Tensor]
+"""What was read in k passes (k m) to one score per dimension (R)."""
+
+
+def mean_of_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
+    """The mean of every dimension over the passes that gave it."""
+    return passes.nanmean(0)
+
+
+class ChatJudge(RewardModel, Loadable):
+    """A judge whose subclass says what to `ask` about a sample and how to `read` the answers.
+
+    The score is `combine` of all passes that could be read, the uncertainty their standard
+    deviation. A sample without any is NaN with the reason; the raw texts are in `extras`.
+    """
+
+    def __init__(self, spec: RewardSpec, panel: Panel, combine: Combine = mean_of_passes):
+        self.spec, self.panel, self.combine = spec, panel, combine
+
+    @abstractmethod
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """The conversations about a batch of one, all asked in every pass.
+
+        Raises:
+            Unscorable: the sample cannot be shown.
+        """
+
+    @abstractmethod
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """What `combine` takes, from one answer per conversation; NaN for what does not apply.
+
+        Raises:
+            Unparsable: the judge is asked again.
+        """
+
+    @final
+    def load(self) -> None:
+        """See that the server is there and offers the model."""
+        self.panel.client.load()
+
+    @final
+    def close(self) -> None:
+        """Close the connections."""
+        self.panel.client.close()
+
+    @final
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Ask about all samples at once."""
+        failed = self.spec.screen(batch)
+        self.load()
+        questions: dict[int, Sequence[Messages]] = {}
+        for i in (i for i in range(len(batch)) if i not in failed):
+            try:
+                questions[i] = self.ask(batch.take([i]))
+            except Unscorable as reason:
+                failed[i] = str(reason)
+        verdicts = self.panel.collect(list(questions.values()), self._read)
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        spread = values.clone()
+        extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
+        for i, verdict in zip(questions, verdicts, strict=True):
+            extras[i] = {"texts": list(verdict.texts), "missing": list(verdict.missing)}
+            if len(verdict.values) == 0:
+                failed[i] = verdict.missing[0]
+                continue
+            values[i] = self.combine(verdict.values).float()
+            spread[i] = self._spread(verdict)
+        uncertainty = spread if self.panel.sampling.passes > 1 else None
+        output = RewardOutput.build(self.spec, values, failed, uncertainty, extras)
+        return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
+
+    def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """What was read, if each score that follows from it lies within the scale."""
+        values = self.read(answers)
+        scores = self.combine(torch.tensor([values], dtype=torch.float64))
+        low, high = self.spec.scale
+        outside = [x for x in scores.tolist() if x == x and not low <= x <= high]
+        if outside:
+            raise Unparsable(f"its score {outside[0]:g} is outside [{low:g}, {high:g}]")
+        return values
+
+    def _spread(self, verdict: Verdict) -> Float[Tensor, "R"]:
+        scores = torch.stack([self.combine(row[None]) for row in verdict.values]).float()
+        return scores.std(0) if len(scores) > 1 else torch.full_like(scores[0], torch.nan)
+
+    def _partial(self, output: RewardOutput, failed: Mapping[int, str]) -> dict[int, str]:
+        """Reasons of samples that got some of their dimensions."""
+        return {
+            i: f"the judge gave no {', '.join(self._without(output, i))}"
+            for i in output.reasons
+            if i not in failed
+        }
+
+    def _without(self, output: RewardOutput, i: int) -> list[str]:
+        scored = zip(self.spec.dims, output.valid[i].tolist(), strict=True)
+        return [dim for dim, ok in scored if not ok]

@@ -1,0 +1,67 @@
+"""Quality as the expected level among words from excellent to bad.
+
+Q-Align: values from 1 to 0. DeQA-Score: from 5 to 1.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import shown
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.parsers import shares
+from reward_models.chat.template import describe, read_template
+
+LEVELS = {"excellent": 1.0, "good": 0.75, "fair": 0.5, "poor": 0.25, "bad": 0.0}
+QUESTION = "How would you rate the quality of this image?"
+BEGINNING = "The quality of the image is"
+_SAMPLING = Sampling(max_tokens=1)
+
+
+class Levels(ChatJudge):
+    """Sum of value * probability over the level words, which share the probability between them.
+
+    The server is asked to continue `beginning` (vLLM and sglang do); its next token must be a
+    level word.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        levels: Mapping[str, float] = LEVELS,
+        question: str = QUESTION,
+        beginning: str = BEGINNING,
+        frames: int = 8,
+        template: str = "levels",
+        sampling: Sampling = _SAMPLING,
+    ):
+        if len(set(levels.values())) < 2 or any(word != word.lower() for word in levels):
+            raise ValueError(f"levels {dict(levels)} must be small words with different values")
+        check_positive(frames=frames)
+        self.levels, self.question, self.beginning = dict(levels), question, beginning
+        self.frames, self.template = frames, read_template(template, ("question", "media"))
+        continued = {"continue_final_message": True, "add_generation_prompt": False}
+        likeliest = {"logprobs": True, "top_logprobs": 20}
+        panel = Panel(server, sampling, {**likeliest, **(continued if beginning else {})})
+        asked = {"question": question, "beginning": beginning, "frames": frames}
+        spec = RewardSpec(
+            name="levels",
+            dims=("quality",),
+            modality="any",
+            scale=(min(levels.values()), max(levels.values())),
+            licence="that of the served model",
+            version=panel.version(levels=self.levels, **asked, **describe(self.template)),
+        )
+        super().__init__(spec, panel)
+
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """One conversation whose answer has begun."""
+        pictures = shown(sample, self.frames)
+        begun = [{"role": "assistant", "content": self.beginning}] if self.beginning else []
+        return [[*self.template.render(question=self.question, media=pictures), *begun]]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """The expected value."""
+        weights = shares(answers[0], 0, tuple(self.levels))
+        return [sum(v * w for v, w in zip(self.levels.values(), weights, strict=True))]

@@ -1,0 +1,75 @@
+"""A judge of two results by task and criterion, after OneReward.
+
+One model, told the task and the criterion, says whether the first of two results is better. Its
+weights are not released, so the question is a reconstruction, to be asked of any chat model.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import data_urls, shown
+from reward_models.chat.pairs import PairJudge
+from reward_models.chat.panel import Panel, Sampling
+from reward_models.chat.parsers import shares
+from reward_models.chat.template import describe, read_template
+
+CRITERIA = {
+    "text_alignment": "how well it does what the request asks",
+    "consistency": "how well it fits what it must leave unchanged",
+    "structure": "whether shapes, anatomy and perspective are right",
+    "aesthetics": "how beautiful it is",
+}
+_SAMPLING = Sampling(max_tokens=1)
+
+
+class OneReward(PairJudge):
+    """Probability that the first result is better, per criterion, from the first answered token.
+
+    `criteria` maps names of dimensions to what is to be looked at. References, where a sample has
+    them (the source, the mask), are shown before the results.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        task: str = "text to image",
+        criteria: Mapping[str, str] = CRITERIA,
+        template: str = "one_reward",
+        sampling: Sampling = _SAMPLING,
+    ):
+        if not criteria:
+            raise ValueError("criteria is empty; name at least one, such as aesthetics")
+        self.task, self.criteria = task, dict(criteria)
+        slots = ("prompt", "task", "criterion", "first", "second")
+        self.template = read_template(template, slots, ("references",))
+        panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        version = panel.version(task=task, criteria=self.criteria, **describe(self.template))
+        spec = RewardSpec(
+            name="one_reward",
+            dims=tuple(self.criteria),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="that of the served model",
+            needs=("prompt",),
+            version=version,
+        )
+        super().__init__(spec, panel)
+
+    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
+        """One conversation per criterion."""
+        pictures = {
+            "first": shown(first),
+            "second": shown(second),
+            "references": data_urls(first.references[0] if first.references else ()),
+        }
+        return [
+            self.template.render(
+                prompt=first.prompts[0], task=self.task, criterion=criterion, **pictures
+            )
+            for criterion in self.criteria.values()
+        ]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """P(yes) / (P(yes) + P(no)) of every answer."""
+        return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]

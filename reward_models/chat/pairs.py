@@ -1,0 +1,174 @@
+"""Judges of pairs, and the win rate in a group that makes a reward of any of them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any, Literal, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages
+from reward_models.chat.images import source
+from reward_models.chat.panel import Panel, Verdict, check_known
+from reward_models.chat.parsers import Unparsable
+from reward_models.rule import Unscorable
+
+
+def winner(found: Sequence[tuple[str, str]]) -> float:
+    """1 for the first, 0 for the second, 0.5 for a tie, of matches (`1` or `2`, tie).
+
+    Raises:
+        Unparsable: nobody is named, or several verdicts contradict each other.
+    """
+    said = {{"1": 1.0, "2": 0.0}.get(which, 0.5) for which, _ in found}
+    if len(said) != 1:
+        raise Unparsable("no verdict" if not said else "verdicts that contradict each other")
+    return said.pop()
+
+
+class PairJudge(ABC):
+    """Says of two samples of one prompt which is better, in each dimension of its `spec`."""
+
+    def __init__(self, spec: RewardSpec, panel: Panel):
+        self.spec, self.panel = spec, panel
+
+    @abstractmethod
+    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
+        """The conversations about two batches of one."""
+
+    @abstractmethod
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """How much better the first is per dimension: 1 wins, 0 loses, 0.5 is a tie.
+
+        Raises:
+            Unparsable: the judge is asked again.
+        """
+
+    @final
+    def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
+        """One verdict per pair; what could not be read is missing in it."""
+        return self.panel.collect([self.ask(*pair) for pair in pairs], self._read)
+
+    @final
+    def check(self, sample: MediaBatch) -> None:
+        """Unscorable where a batch of one cannot be compared with anything."""
+        if "references" in self.spec.needs:
+            source(sample)
+
+    def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        values = self.read(answers)
+        if not all(0 <= value <= 1 for value in values):
+            raise Unparsable(f"preferences {list(values)} outside [0, 1]")
+        return values
+
+
+@dataclass(frozen=True)
+class _Duel:
+    """Two samples of a group; `score` is the first one's, None where a verdict is missing."""
+
+    first: int
+    second: int
+    score: Float[Tensor, "R"] | None
+    contradicted: bool
+    missing: Sequence[str]
+    texts: Sequence[str]
+
+
+class WinRate(RewardModel, Loadable):
+    """Share of the other samples of its group that a sample beats; a tie is half a win.
+
+    All pairs of a group are compared. With `orders: both` each is shown in both orders and the
+    two verdicts are averaged, which cancels a preference for a position. A pair without a verdict
+    in every order counts for nobody. Pref-GRPO, where the reward comes from, asks in one order and
+    counts what it cannot read as half a win.
+    """
+
+    def __init__(self, judge: PairJudge, orders: Literal["both", "one"] = "both"):
+        check_known("orders", orders, ("both", "one"))
+        self.judge, self.orders = judge, orders
+        spec = judge.spec
+        self.spec = replace(
+            spec,
+            name=f"{spec.name}_win_rate",
+            scale=(0.0, 1.0),
+            needs=(*spec.needs, "groups"),
+            version=f"{spec.version} {orders}",
+        )
+
+    def load(self) -> None:
+        """See that the judge's server is there and offers the model."""
+        self.judge.panel.client.load()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.judge.panel.client.close()
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Compare all pairs of all groups at once."""
+        failed = self.spec.screen(batch)
+        self.load()
+        groups: dict[int, list[int]] = {}
+        for i in (i for i in range(len(batch)) if i not in failed):
+            try:
+                self.judge.check(batch.take([i]))
+                groups.setdefault(batch.groups[i], []).append(i)
+            except Unscorable as reason:
+                failed[i] = str(reason)
+        for group, members in groups.items():
+            if len(prompts := {batch.prompts[i] for i in members}) > 1:
+                raise ValueError(f"group {group} has samples of {len(prompts)} different prompts")
+        duels = self._duels(batch, [p for m in groups.values() for p in combinations(m, 2)])
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
+        for i in (i for members in groups.values() for i in members):
+            mine = [d for d in duels if i in (d.first, d.second)]
+            scores = [_score_of(i, d) for d in mine if d.score is not None]
+            extras[i] = _told(mine)
+            if scores:
+                values[i] = torch.stack(scores).mean(0).float()
+            else:
+                failed[i] = next((r for d in mine for r in d.missing), "its group has no other")
+        return RewardOutput.build(self.spec, values, failed, extras=extras)
+
+    def _duels(self, batch: MediaBatch, pairs: Sequence[tuple[int, int]]) -> list[_Duel]:
+        """One per pair, from one or two comparisons each."""
+        rows = {i: batch.take([i]) for i in {i for pair in pairs for i in pair}}
+        asked = [(rows[i], rows[j]) for i, j in pairs]
+        swapped = [(b, a) for a, b in asked] if self.orders == "both" else []
+        verdicts = self.judge.compare([*asked, *swapped])
+        turns = zip(verdicts[: len(pairs)], verdicts[len(pairs) :] or verdicts, strict=True)
+        return [_duel(*pair, *turn) for pair, turn in zip(pairs, turns, strict=True)]
+
+
+def _duel(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
+    """`swapped` is the same verdict where the pair was shown in one order only."""
+    turns = [straight] if swapped is straight else [straight, swapped]
+    missing = [v.missing[0] for v in turns if len(v.values) == 0]
+    texts = [text for v in turns for text in v.texts]
+    if missing:
+        return _Duel(first, second, None, False, missing, texts)
+    scores = [straight.values.nanmean(0)]
+    if swapped is not straight:
+        scores.append(1 - swapped.values.nanmean(0))
+    contradicted = len(scores) == 2 and bool(((scores[0] - 0.5) * (scores[1] - 0.5) < 0).any())
+    return _Duel(first, second, torch.stack(scores).mean(0), contradicted, (), texts)
+
+
+def _score_of(i: int, duel: _Duel) -> Float[Tensor, "R"]:
+    assert duel.score is not None
+    return duel.score if i == duel.first else 1 - duel.score
+
+
+def _told(duels: Sequence[_Duel]) -> Mapping[str, Any]:
+    """What is worth knowing about a sample's comparisons."""
+    decided = [d for d in duels if d.score is not None]
+    return {
+        "pairs": len(duels),
+        "missing": [reason for d in duels for reason in d.missing],
+        "disagreement": sum(d.contradicted for d in decided) / len(decided) if decided else None,
+        "texts": [text for d in duels for text in d.texts],
+    }

@@ -1,0 +1,129 @@
+"""Asking a judge several times and reading its answers."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from reward_models.chat.breaker import ChatError
+from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
+from reward_models.chat.parsers import Unparsable
+
+Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn."""
+
+    passes: int = 1
+    """Independent answers per sample; the score is their mean."""
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    seed: int = 42
+    """Of the first pass; the next ones count up from it."""
+    retries: int = 2
+    """How often an answer that cannot be read is asked for again, with a seed of its own."""
+
+    def __post_init__(self) -> None:
+        if self.passes < 1 or self.max_tokens < 1 or self.retries < 0 or self.temperature < 0:
+            raise ValueError(
+                f"sampling: passes {self.passes} and max_tokens {self.max_tokens} must be at least "
+                f"1, retries {self.retries} and temperature {self.temperature} at least 0"
+            )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one sample, or one comparison, was given."""
+
+    values: Float[Tensor, "k m"]
+    """One row per pass that could be read."""
+    missing: Sequence[str]
+    """Why each of the other passes could not."""
+    texts: Sequence[str]
+    """What the judge said, in order."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    values: Sequence[float] | None
+    texts: Sequence[str]
+    reason: str = ""
+
+
+class Panel:
+    """A judge behind a server: the same questions asked in several passes."""
+
+    def __init__(
+        self, server: Server, sampling: Sampling, parameters: Mapping[str, Any] | None = None
+    ):
+        self.client, self.sampling = ChatClient(server), sampling
+        self.parameters = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            **(parameters or {}),
+        }
+
+    def version(self, **settings: Any) -> str:
+        """A hash of the model, the way of sampling, and the settings of a judge."""
+        decisive = [self.client.server.model, asdict(self.sampling), self.parameters, settings]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
+
+    def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
+        """A verdict per entry; one entry is one or more conversations that are read together.
+
+        Everything is in flight at once, as far as the server's `concurrency` allows.
+        """
+        return self.client.run(self._collect(questions, read))
+
+    async def _collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
+        return list(await asyncio.gather(*(self._verdict(asked, read) for asked in questions)))
+
+    async def _verdict(self, asked: Sequence[Messages], read: Read) -> Verdict:
+        number = range(self.sampling.passes)
+        passes = await asyncio.gather(*(self._pass(asked, read, k) for k in number))
+        rows = [p.values for p in passes if p.values is not None] or torch.empty(0, 0)
+        return Verdict(
+            torch.as_tensor(rows, dtype=torch.float64),
+            [p.reason for p in passes if p.values is None],
+            [text for p in passes for text in p.texts],
+        )
+
+    async def _pass(self, asked: Sequence[Messages], read: Read, number: int) -> _Pass:
+        texts: Sequence[str] = ()
+        reason = ""
+        for retry in range(self.sampling.retries + 1):
+            seed = self.sampling.seed + number + retry * self.sampling.passes
+            parameters = {**self.parameters, "seed": seed}
+            try:
+                answers = await asyncio.gather(*(self.client.ask(m, parameters) for m in asked))
+            except ChatError as error:
+                return _Pass(None, texts, str(error))
+            texts = [answer.text for answer in answers]
+            try:
+                return _Pass(read(answers), texts)
+            except Unparsable as error:
+                reason = str(error)
+                if any(answer.finish == "length" for answer in answers):
+                    reason += f" (cut off at {self.parameters['max_tokens']} tokens)"
+        return _Pass(None, texts, reason)
+
+
+def check_positive(**settings: int | float | None) -> None:
+    """ValueError naming a setting that is not above 0; None is none."""
+    for name, value in settings.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+
+
+def check_known(name: str, value: str, known: Collection[str]) -> None:
+    """ValueError naming a setting that is not one of those known."""
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")

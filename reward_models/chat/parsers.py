@@ -1,0 +1,124 @@
+"""What judges' answers have in common. A reading is exact or there is none: nothing is guessed."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from reward_models.chat.client import ChatAnswer
+
+NUMBER = r"[-+]?\d+(?:\.\d+)?(?![.,]?\w|%)"
+"""A decimal number that is not the beginning of something longer."""
+_SCORE = re.compile(rf"({NUMBER})(?:\s*/\s*({NUMBER}))?")
+_LISTED = re.compile(
+    rf"scores?\W{{0,4}}[:=]\s*(\[[^\[\]]*\]|{NUMBER}(?:\s*,\s*{NUMBER})*[\s}}]*$)", re.I
+)
+_WORD = re.compile(r"[^\w]*(\w+)[^\w]*")
+
+
+class Unparsable(Exception):
+    """Why an answer gives no score."""
+
+
+def verdict(text: str) -> str:
+    """The answer without the thoughts before it."""
+    return text.rpartition("</think>")[2]
+
+
+def score_in(text: str, low: float, high: float) -> float:
+    """The number that a text begins with, or `4/5` where the scale ends at 5.
+
+    Raises:
+        Unparsable: there is none, or it is outside the range.
+    """
+    found = _SCORE.match(text.strip())
+    if found is None:
+        raise Unparsable(f"no score in {text.strip()[:60]!r}")
+    value, scale = float(found[1]), found[2]
+    if scale is not None and float(scale) != high:
+        raise Unparsable(f"a score out of {scale}, not out of {high:g}")
+    if not low <= value <= high:
+        raise Unparsable(f"a score of {value:g}, outside [{low:g}, {high:g}]")
+    return value
+
+
+def score_list(text: str, low: float, high: float) -> list[float]:
+    """The one or two numbers of an answer `{"reasoning": ..., "score": [a, b]}`.
+
+    JSON with small faults (quotes, bare keys, text around it), `score: a, b` and bare numbers are
+    read; a list that was cut off, three numbers, or one outside the range is not.
+    """
+    answer = verdict(text).replace("||V^=^V||", "").strip()
+    values = _scores_of_json(answer)
+    if values is None:
+        listed = _LISTED.findall(answer) or re.findall(rf"^(\[[^\[\]]*\]|{NUMBER})$", answer)
+        if not listed:
+            raise Unparsable(f"no list of scores in {answer[:60]!r}")
+        values = [x.strip(" \"'\n") for x in listed[-1].strip("[]").split(",")]
+    if not 1 <= len(values) <= 2:
+        raise Unparsable(f"{len(values)} scores instead of two")
+    return [_exact(value, low, high) for value in values]
+
+
+def boxed(text: str) -> str:
+    r"""What the last \boxed{...} holds, with the braces inside it balanced."""
+    start = text.rfind("\\boxed{")
+    depth = 0
+    for i in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start + len("\\boxed{") : i]
+    raise Unparsable("no complete \\boxed{...}")
+
+
+def json_object(text: str) -> Mapping[str, Any]:
+    """A JSON object, curly quotes and all; its outer braces may be missing."""
+    text = text.strip().translate(str.maketrans("“”", '""'))
+    try:
+        found = json.loads(text if text.startswith("{") else f"{{{text}}}")
+    except ValueError as error:
+        raise Unparsable(f"not JSON: {text[:60]!r}") from error
+    if not isinstance(found, dict):
+        raise Unparsable(f"not a JSON object: {text[:60]!r}")
+    return found
+
+
+def shares(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
+    """How one token's probability divides over words, whatever their case and spacing.
+
+    A word that is not among the likeliest tokens counts as impossible.
+
+    Raises:
+        Unparsable: none of the words is there.
+    """
+    if not answer.tokens:
+        raise Unparsable("the server sent no log-probabilities")
+    mass = dict.fromkeys(words, 0.0)
+    for text, logprob in answer.tokens[token][1].items():
+        found = _WORD.fullmatch(text.lower())
+        if found and found[1] in mass and not math.isnan(logprob):
+            mass[found[1]] += math.exp(min(logprob, 0.0))
+    total = sum(mass.values())
+    if total == 0:
+        raise Unparsable(f"none of {', '.join(words)} is among the likeliest tokens")
+    return [mass[word] / total for word in words]
+
+
+def _scores_of_json(text: str) -> list[Any] | None:
+    start, end = text.find("{"), text.rfind("}")
+    try:
+        found = json.loads(text[start : end + 1]) if 0 <= start < end else None
+    except ValueError:
+        return None
+    if not isinstance(found, dict) or "score" not in found:
+        return None
+    return found["score"] if isinstance(found["score"], list) else [found["score"]]
+
+
+def _exact(value: Any, low: float, high: float) -> float:
+    """A number, or a text that is one and nothing else."""
+    text = str(value).strip()
+    if isinstance(value, bool) or not re.fullmatch(NUMBER, text):
+        raise Unparsable(f"{text[:60]!r} is no score")
+    return score_in(text, low, high)

@@ -1,0 +1,122 @@
+"""RationalRewards: an image, or an edit, judged section by section with reasons.
+
+Scores from 1 to 4 become 0 to 1.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import shown, source
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.panel import Panel, Sampling, check_known
+from reward_models.chat.parsers import Unparsable, verdict
+from reward_models.chat.template import describe, read_template
+
+T2I = {
+    "text_faithfulness": "Text Faithfulness",
+    "physical_quality": "Physical and Visual Quality",
+    "text_rendering": "Text Rendering",
+}
+EDIT = {
+    "text_faithfulness": "Text Faithfulness",
+    "image_faithfulness": "Image Faithfulness",
+    "physical_quality": "Physical and Visual Quality",
+    "text_rendering": "Text Rendering",
+}
+"""The name of every dimension's section."""
+_SCORE = re.compile(r"(?:##\s*)?score\s*:\s*(?:(N/A)|(\d+(?:\.\d+)?))", re.I)
+_SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
+
+
+def section_scores(text: str, sections: Mapping[str, str]) -> dict[str, float]:
+    """The first score of every section, as written; NaN where it is N/A, missing or unreadable."""
+    return {name: _first_score(body) for name, body in split(text, sections).items()}
+
+
+def split(text: str, sections: Mapping[str, str]) -> dict[str, str]:
+    """The text of every section, empty where it is missing.
+
+    Sections begin with `1. Text Faithfulness` and so on, in order; where none is numbered, with
+    `Text Faithfulness:`. Nothing from `# Summary:` on counts.
+    """
+    body = verdict(text).partition("# Summary:")[0]
+    numbered = [rf"^[ \t]*{k}\.[^\n]*{re.escape(n)}" for k, n in enumerate(sections.values(), 1)]
+    bare = [rf"{re.escape(name)}:" for name in sections.values()]
+    patterns = numbered if any(re.search(p, body, re.M) for p in numbered) else bare
+    found = [re.search(p, body, re.M) for p in patterns]
+    starts = sorted(match.start() for match in found if match)
+    bodies = {}
+    for name, match in zip(sections, found, strict=True):
+        end = next((s for s in starts if match and s > match.start()), len(body))
+        bodies[name] = body[match.start() : end] if match else ""
+    return bodies
+
+
+def overall(scores: Mapping[str, float]) -> float:
+    """(m - 1) / 3 of the mean m of the sections that have a score, each clamped to 1 to 4.
+
+    Raises:
+        Unparsable: no section has one.
+    """
+    given = [_clamped(score) for score in scores.values() if not math.isnan(score)]
+    if not given:
+        raise Unparsable("no section with a score")
+    return (sum(given) / len(given) - 1) / 3
+
+
+class RationalRewards(ChatJudge):
+    """Scores each section and their mean from 0 to 1; a section may not apply (N/A).
+
+    `edit` compares with the source image, the first reference.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        task: Literal["t2i", "edit"] = "t2i",
+        template: str | None = None,
+        sampling: Sampling = _SAMPLING,
+    ):
+        check_known("task", task, ("t2i", "edit"))
+        editing = task == "edit"
+        self.task, self.sections = task, EDIT if editing else T2I
+        slots = ("prompt", "media", "references") if editing else ("prompt", "media")
+        self.template = read_template(template or f"rational_rewards_{task}", slots)
+        panel = Panel(server, sampling)
+        spec = RewardSpec(
+            name=f"rational_rewards_{task}",
+            dims=(*self.sections, "overall"),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="unknown (the repository has no licence file)",
+            needs=("prompt", "references") if editing else ("prompt",),
+            normalisation="clamped to 1 to 4, minus 1, divided by 3",
+            version=panel.version(task=task, **describe(self.template)),
+        )
+        super().__init__(spec, panel)
+
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """One conversation with the image, after its source where there is one."""
+        before = {"references": source(sample)} if self.task == "edit" else {}
+        return [self.template.render(prompt=sample.prompts[0], media=shown(sample), **before)]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """Sections and overall, from 0 to 1."""
+        scores = section_scores(answers[0].text, self.sections)
+        each = [(_clamped(score) - 1) / 3 for score in scores.values()]
+        return [*each, overall(scores)]
+
+
+def _clamped(score: float) -> float:
+    return score if math.isnan(score) else min(max(score, 1.0), 4.0)
+
+
+def _first_score(section: str) -> float:
+    for line in section.splitlines():
+        if found := _SCORE.search(line):
+            return math.nan if found[1] else float(found[2])
+    return math.nan

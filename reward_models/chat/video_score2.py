@@ -1,0 +1,110 @@
+"""VideoScore2: visual quality, alignment with the prompt and physical plausibility of a video.
+
+`upstream` is how its released code weighs the digits.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Literal
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import data_urls
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.panel import Panel, Sampling, check_known, check_positive
+from reward_models.chat.parsers import Unparsable, score_in, shares
+from reward_models.chat.template import describe, read_template
+from reward_models.frames import at_rate
+from reward_models.rule import Unscorable
+
+DIMS = ("visual_quality", "text_alignment", "physical_consistency")
+_TITLES = ("visual quality", "text-to-video alignment", "physical/common-sense consistency")
+_NUMBERED = re.compile(
+    ".*?".join(rf"\({k}\)\s*{t}[^\d]*?(\d+)(?!\.?\w)" for k, t in enumerate(_TITLES, 1)),
+    re.I | re.S,
+)
+_PLAIN = re.compile(".*?".join(rf"{t}:\s*(\d+)(?!\.?\w)" for t in _TITLES), re.I | re.S)
+_DIGITS = ("1", "2", "3", "4", "5")
+_SAMPLING = Sampling(temperature=0.7)
+
+
+def find_scores(text: str) -> list[tuple[int, str]]:
+    """Where the three whole numbers from 1 to 5 begin, and what they are."""
+    thought = text.rfind("</think>") + 1
+    found = _NUMBERED.search(text, thought) or _PLAIN.search(text, thought)
+    if found is None:
+        raise Unparsable("no three scores")
+    for number in found.groups():
+        score_in(number, 1.0, 5.0)
+    return [(found.start(k), found[k]) for k in (1, 2, 3)]
+
+
+def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) -> list[float]:
+    """The three scores from the probabilities of the digits 1 to 5 where each was written.
+
+    expectation: sum of digit * share. upstream: the likeliest digit times its share, as released;
+    not an expectation: a share of 0.4 for 5 gives 2.0, less than a certain 3.
+    """
+    pieces = [token for token, _ in answer.tokens]
+    ends = list(accumulate(len(piece) for piece in pieces))
+    scores = []
+    for start, _ in find_scores("".join(pieces)):
+        token = next(i for i, end in enumerate(ends) if end > start)
+        weights = shares(answer, token, _DIGITS)
+        weighed = [digit * weight for digit, weight in enumerate(weights, 1)]
+        best = weights.index(max(weights))
+        scores.append(sum(weighed) if mode == "expectation" else weighed[best])
+    return scores
+
+
+class VideoScore2(ChatJudge):
+    """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2 on).
+
+    `integer` takes the numbers as written; `expectation` and `upstream` weigh digits by their
+    probability. The video is shown as separate frames at `rate` per second: a server that takes
+    data URLs of pictures reads them as images, not with a video's positions.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        mode: Literal["expectation", "upstream", "integer"] = "expectation",
+        rate: float = 2.0,
+        template: str = "video_score2",
+        sampling: Sampling = _SAMPLING,
+    ):
+        check_known("mode", mode, ("expectation", "upstream", "integer"))
+        check_positive(rate=rate)
+        self.mode: Literal["expectation", "upstream", "integer"] = mode
+        self.rate = rate
+        self.template = read_template(template, ("prompt", "media"))
+        soft = {} if mode == "integer" else {"logprobs": True, "top_logprobs": 20}
+        panel = Panel(server, sampling, soft)
+        spec = RewardSpec(
+            name="video_score2",
+            dims=DIMS,
+            modality="video",
+            scale=(0.0 if mode == "upstream" else 1.0, 5.0),
+            licence="Apache-2.0",
+            needs=("prompt", "fps"),
+            version=panel.version(mode=mode, rate=rate, **describe(self.template)),
+        )
+        super().__init__(spec, panel)
+
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """One conversation with the frames."""
+        video = sample.media[0].detach()
+        if not 0 < sample.fps[0] < math.inf:
+            raise Unscorable(f"{sample.fps[0]} frames per second is not a frame rate")
+        shown = video[at_rate(len(video), sample.fps[0], self.rate)]
+        return [self.template.render(prompt=sample.prompts[0], media=data_urls(shown))]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """The three scores, as the mode wants them."""
+        if self.mode == "integer":
+            return [float(number) for _, number in find_scores(answers[0].text)]
+        if not answers[0].tokens:
+            raise Unparsable("the server sent no log-probabilities")
+        return soft_scores(answers[0], self.mode)

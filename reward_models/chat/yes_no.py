@@ -1,0 +1,63 @@
+"""Any yes/no question as a reward: the probability of yes (VQAScore by a chat model)."""
+
+from collections.abc import Mapping, Sequence
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import ChatAnswer, Messages, Server
+from reward_models.chat.images import shown
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.parsers import shares
+from reward_models.chat.template import describe, read_template
+
+QUESTIONS = {"alignment": 'Does this show "{prompt}"?'}
+_SAMPLING = Sampling(max_tokens=1)
+
+
+class YesNo(ChatJudge):
+    """P(yes) / (P(yes) + P(no)) of the first answered token, in one dimension per question.
+
+    `Yes`, ` yes` and `YES` are one answer. A question may contain {prompt}. A video is shown as
+    at most `frames` frames. A model that thinks before it answers cannot be read this way.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        questions: Mapping[str, str] = QUESTIONS,
+        frames: int = 8,
+        template: str = "yes_no",
+        sampling: Sampling = _SAMPLING,
+    ):
+        if not questions:
+            raise ValueError('questions is empty; give at least one, such as {cat: "Is it a cat?"}')
+        check_positive(frames=frames)
+        self.questions, self.frames = dict(questions), frames
+        self.template = read_template(template, ("question", "media"))
+        panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        version = panel.version(questions=self.questions, frames=frames, **describe(self.template))
+        about_prompt = any("{prompt}" in question for question in self.questions.values())
+        spec = RewardSpec(
+            name="yes_no",
+            dims=tuple(self.questions),
+            modality="any",
+            scale=(0.0, 1.0),
+            licence="that of the served model",
+            needs=("prompt",) if about_prompt else (),
+            version=version,
+        )
+        super().__init__(spec, panel)
+
+    def ask(self, sample: MediaBatch) -> Sequence[Messages]:
+        """One conversation per question."""
+        pictures = shown(sample, self.frames)
+        return [
+            self.template.render(
+                question=question.replace("{prompt}", sample.prompts[0]), media=pictures
+            )
+            for question in self.questions.values()
+        ]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """The probability of yes for every question."""
+        return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]

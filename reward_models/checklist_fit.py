@@ -1,0 +1,132 @@
+"""Fits the weights of a checklist to pairs that people compared, so that yes never costs anything.
+
+The probability that the first of two is preferred is sigmoid(w . (a - b) / 2), a and b being what
+the items are worth (1, -1, or 0 where one does not apply) and w >= 0. An unconstrained fit gives
+some questions negative weights by chance; dropping those one by one is not needed with a bound.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from reward_models.checklist import Sheet
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What a fit gave, and how well it orders pairs that it has not seen."""
+
+    sheet: Sheet
+    """The same list with the fitted weights; items without one, and unused conditions, left out."""
+    weights: Float[Tensor, "features"]
+    """As fitted: zeros included, alignment first where the sheet weighs one."""
+    train_accuracy: float
+    held_out_accuracy: float
+    """Share of the decided pairs, those without a tie, in which the better one scores higher."""
+    num_train: int
+    num_held_out: int
+
+
+def fit_weights(
+    first: Float[Tensor, "n features"],
+    second: Float[Tensor, "n features"],
+    preferred: Float[Tensor, "n"],
+    ridge: float = 0.0,
+) -> Float[Tensor, "features"]:
+    """Nonnegative weights of least logistic loss, plus ridge / 2 times their squared norm.
+
+    `preferred` is the probability or share of votes that the first is better; 0.5 is a tie. A
+    feature that orders all pairs rightly needs some ridge, else its weight has no end.
+
+    Raises:
+        ValueError: for values that are not finite or not probabilities, or a fit that fails.
+    """
+    try:
+        from scipy.optimize import minimize
+    except ImportError as error:
+        raise ValueError(
+            "fitting a checklist needs scipy: pip install 'flowalign[train-rewards]'"
+        ) from error
+    x, y = (first - second).double() / 2, preferred.double()
+    if not x.isfinite().all() or not ((y >= 0) & (y <= 1)).all() or ridge < 0:
+        raise ValueError("features must be finite, preferences and ridge in [0, 1] and from 0 on")
+
+    def loss_and_gradient(w: np.ndarray) -> tuple[float, list[float]]:
+        weights = torch.as_tensor(w, dtype=torch.float64)
+        margin = x @ weights
+        loss = (F.softplus(margin) - y * margin).mean() + ridge / 2 * weights.square().sum()
+        gradient = x.T @ (margin.sigmoid() - y) / len(x) + ridge * weights
+        return float(loss), gradient.tolist()
+
+    found = minimize(
+        loss_and_gradient, [0.0] * x.shape[1], jac=True, method="L-BFGS-B",
+        bounds=[(0.0, None)] * x.shape[1], options={"ftol": 1e-13, "gtol": 1e-9, "maxiter": 5000},
+    )  # fmt: skip
+    if not found.success:
+        raise ValueError(f"the weights do not settle ({found.message}); try a ridge above 0")
+    return torch.as_tensor(found.x)
+
+
+def pair_accuracy(
+    weights: Float[Tensor, "features"],
+    first: Float[Tensor, "n features"],
+    second: Float[Tensor, "n features"],
+    preferred: Float[Tensor, "n"],
+) -> float:
+    """Share of the decided pairs ordered as preferred; equal scores count half, NaN if none is."""
+    margin = (first - second).double() @ weights.double()
+    decided = preferred != 0.5
+    right = ((margin > 0) == (preferred > 0.5)).double().masked_fill(margin == 0, 0.5)
+    return float(right[decided].mean())
+
+
+def fit_sheet(
+    sheet: Sheet,
+    first: Float[Tensor, "n features"],
+    second: Float[Tensor, "n features"],
+    preferred: Float[Tensor, "n"],
+    held_out: float = 0.2,
+    ridge: float = 0.0,
+    seed: int = 0,
+) -> Fit:
+    """Weights of the sheet from `checklist.features` of both media of every pair.
+
+    A sheet that weighs an alignment reward has its score as the first feature.
+    """
+    expected = len(sheet.items) + bool(sheet.alignment)
+    if first.shape[1] != expected or not 0 < held_out < 1:
+        raise ValueError(
+            f"{sheet.name} has {expected} features, not {first.shape[1]}; "
+            f"held_out is {held_out}, and must be between 0 and 1"
+        )
+    train = _chosen(len(first), 1 - held_out, seed)
+    weights = fit_weights(first[train], second[train], preferred[train], ridge)
+    seen, unseen = (
+        pair_accuracy(weights, first[rows], second[rows], preferred[rows])
+        for rows in (train, ~train)
+    )
+    return Fit(
+        _weighed(sheet, weights), weights, seen, unseen, int(train.sum()), int((~train).sum())
+    )
+
+
+def _chosen(n: int, share: float, seed: int) -> Bool[Tensor, "n"]:
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    return order < min(max(round(n * share), 1), n - 1)
+
+
+def _weighed(sheet: Sheet, weights: Float[Tensor, "features"]) -> Sheet:
+    values = weights.tolist()
+    alignment = values.pop(0) if sheet.alignment else 0.0
+    items = [
+        replace(item, weight=weight)
+        for item, weight in zip(sheet.items, values, strict=True)
+        if weight > 0
+    ]
+    used = {item.given for item in items}
+    conditions = {name: text for name, text in sheet.conditions.items() if name in used}
+    return replace(sheet, items=items, conditions=conditions, alignment=alignment)

@@ -1,0 +1,45 @@
+"""Counting: are there as many objects as asked?"""
+
+from statistics import fmean
+
+from flowalign.types import Loadable, MediaBatch, RewardSpec
+from reward_models.detection import Detector
+from reward_models.geneval import check_ability, check_settings, clauses, kept
+from reward_models.rule import RuleReward, Unscorable, Verdict, known
+
+
+class Counting(RuleReward, Loadable):
+    """count: 1 - |found - asked| / asked, at least 0, averaged over the classes asked for.
+    exact: 1 where every number is right.
+
+    What to count is the metadata's `include`, a list of {class, count} as in GenEval; other keys of
+    a clause do not matter here. Only detections surer than `threshold` count.
+    """
+
+    def __init__(self, detector: Detector, threshold: float = 0.9, max_objects: int = 100):
+        check_settings("Counting", (threshold,), max_objects)
+        self.detector, self.threshold, self.max_objects = detector, threshold, max_objects
+        self.spec = RewardSpec(
+            name="counting",
+            dims=("count", "exact"),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            version=f"{detector.version}; {threshold}, {max_objects}",
+        )
+
+    def load(self) -> None:
+        """Get the detector ready."""
+        self.detector.load()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Detect and count."""
+        self.load()
+        asked = clauses(known(sample), "include")
+        if not asked:
+            raise Unscorable("its metadata has no `include` with what to count")
+        check_ability(self.detector, asked)
+        found = kept(self.detector.detect(sample.media[0, 0]), self.threshold, self.max_objects)
+        counts = {clause.label: len(found.get(clause.label, ())) for clause in asked}
+        errors = [abs(counts[clause.label] - clause.count) / clause.count for clause in asked]
+        return (fmean(max(1 - e, 0) for e in errors), float(not any(errors))), {"found": counts}

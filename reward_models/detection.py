@@ -1,0 +1,126 @@
+"""What sees objects in pictures: the interface of detectors, one real and one of the toy world."""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+from flowalign.types import Loadable
+from reward_models.checkpoints import find_folder, signature
+from reward_models.shapes import COLOURS, SHAPES, find_objects
+
+
+@dataclass(frozen=True)
+class Detection:
+    """One object in a picture."""
+
+    label: str
+    score: float
+    """How sure the detector is, in [0, 1]."""
+    box: tuple[float, float, float, float]
+    """Left, top, right, bottom in pixels."""
+    colour: str | None = None
+    """Its main colour, where the detector names one."""
+
+
+class Detector(Loadable):
+    """Finds objects of the classes it knows."""
+
+    version: str
+    """What decides its findings: weights and settings."""
+    names_colours: bool
+    """Whether its detections have a colour."""
+
+    @abstractmethod
+    def classes(self) -> frozenset[str]:
+        """The labels that it can give. Called after `load`."""
+
+    @abstractmethod
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """The objects in a picture in [0, 1], in any order, unsure ones among them."""
+
+
+class ShapesDetector(Detector):
+    """The regions of a picture of the shapes world.
+
+    The score is how flat and well formed a region is; one that is drawn well has 0.75 and more, so
+    a threshold of 0.9 is too much here.
+    """
+
+    version = "shapes"
+    names_colours = True
+
+    def load(self) -> None:
+        """Nothing to do."""
+
+    def classes(self) -> frozenset[str]:
+        """Circles, squares and triangles."""
+        return frozenset(SHAPES)
+
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """See `Detector`."""
+        objects = find_objects(picture[None].float().cpu())
+        centre, half = objects.centre[0], objects.half[0]
+        boxes = torch.cat([centre - half, centre + half], 1) + 0.5  # edges, not pixel centres
+        scores = objects.fit * objects.purity
+        return [
+            Detection(
+                SHAPES[int(objects.shape[0, k])],
+                float(scores[0, k]),
+                tuple(boxes[k].tolist()),
+                list(COLOURS)[int(objects.colour[0, k])],
+            )
+            for k in objects.present[0].nonzero().flatten().tolist()
+        ]
+
+
+class TransformersDetector(Detector):
+    """Any detector of `AutoModelForObjectDetection`: a folder or a repository. Names no colours.
+
+    GenEval itself detects with an mmdet Mask2Former; other detectors give other absolute figures.
+    Findings below `least` are not returned.
+    """
+
+    names_colours = False
+
+    def __init__(self, model: str, device: str = "cpu", least: float = 0.05):
+        if not 0 <= least < 1:
+            raise ValueError(f"least of TransformersDetector is {least}; it must be in [0, 1)")
+        self.model, self.device, self.least = model, torch.device(device), least
+        self.version = f"{signature(model)}; score > {least}"
+        self._network: Any = None
+
+    def load(self) -> None:
+        """Read the weights, once. ValueError where they do not fit."""
+        if self._network is not None:
+            return
+        folder = find_folder(self.model)
+        network, info = AutoModelForObjectDetection.from_pretrained(
+            folder, output_loading_info=True, use_safetensors=True
+        )
+        wrong = {k: sorted(v)[:3] for k, v in info.items() if v and k.endswith("_keys")}
+        if wrong:
+            raise ValueError(f"{self.model} does not fit {type(network).__name__}: {wrong}")
+        self._network = network.eval().requires_grad_(False).to(self.device)
+        self._processor = AutoImageProcessor.from_pretrained(folder)
+
+    def classes(self) -> frozenset[str]:
+        """The labels of its configuration."""
+        return frozenset(self._network.config.id2label.values())
+
+    @torch.no_grad()
+    def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
+        """See `Detector`."""
+        self.load()
+        inputs = self._processor(picture.float().cpu(), do_rescale=False, return_tensors="pt")
+        output = self._network(**inputs.to(self.device))
+        (found,) = self._processor.post_process_object_detection(
+            output, threshold=self.least, target_sizes=[tuple(picture.shape[-2:])]
+        )
+        names = self._network.config.id2label
+        columns = (found[key].tolist() for key in ("labels", "scores", "boxes"))
+        return [Detection(names[c], s, tuple(box)) for c, s, box in zip(*columns, strict=True)]

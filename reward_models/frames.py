@@ -1,0 +1,51 @@
+"""Which frames of a video a model looks at: indices into its frames, in order of time."""
+
+import torch
+
+
+def first(num_frames: int, n: int = 1) -> list[int]:
+    """The first n frames, or all where there are fewer."""
+    return list(range(min(n, num_frames)))
+
+
+def evenly(num_frames: int, n: int) -> list[int]:
+    """n frames from the first to the last at equal distances; some twice where n is larger."""
+    return torch.linspace(0, num_frames - 1, n).round().long().tolist()
+
+
+def at_rate(
+    num_frames: int,
+    fps: float,
+    rate: float = 2.0,
+    least: int = 4,
+    most: int = 768,
+    multiple: int = 2,
+) -> list[int]:
+    """About `rate` frames per second of a video of `fps`, at equal distances.
+
+    Their number is a multiple of `multiple`, at least `least` unless the video is shorter, at most
+    `most`. Halves are rounded to even, as everywhere in Python.
+    """
+    highest = min(most, num_frames) // multiple * multiple
+    if highest == 0:
+        raise ValueError(f"{num_frames} frames cannot give a multiple of {multiple}")
+    wanted = min(max(num_frames / checked(fps) * rate, least), highest)
+    return evenly(num_frames, round(wanted / multiple) * multiple)
+
+
+def each_second(num_frames: int, fps: float, most: int = 24) -> list[int]:
+    """The frame nearest to every full second (the earlier of two), the first `most` of them."""
+    seconds = range(round((num_frames - 1) / checked(fps)) + 1)[:most]
+    return [min(range(num_frames), key=lambda i: abs(i - s * fps)) for s in seconds]
+
+
+def checked(fps: float) -> float:
+    """The same frame rate. ValueError where it is none."""
+    if not 0 < fps < float("inf"):
+        raise ValueError(f"{fps} frames per second is not a frame rate")
+    return fps
+
+
+def starts(num_frames: int, n: int) -> list[int]:
+    """The first frames of n equal parts; the last frame is not looked at (MJ-VIDEO)."""
+    return [i * (num_frames - 1) // n for i in range(n)]

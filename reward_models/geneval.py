@@ -1,0 +1,230 @@
+"""GenEval: are the asked objects there, in the asked number, colour and place?
+
+Rules on detections; the detector is another object. Metadata has GenEval's schema: `tag`,
+`include`: a list of {class, count, color?, position?: [relation, index of an earlier clause]}, and
+`exclude`: a list of {class, count}.
+
+Source: GenEval, arXiv:2310.11513v1; the strict and dense rules are those of the code
+yifan123/reward-server @ 92ac29fb32.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowalign.types import Loadable, MediaBatch, RewardSpec
+from reward_models.detection import Detection, Detector
+from reward_models.rule import RuleReward, Unscorable, Verdict, known
+
+Found = Mapping[str, Sequence[Detection]]
+"""The detections of every class, the surest first."""
+
+RELATIONS = ("left of", "right of", "above", "below")
+_SLACK = 0.1
+"""Share of both objects' sizes by which an offset must exceed zero before it counts."""
+
+
+@dataclass(frozen=True)
+class Clause:
+    """One thing that a prompt asks for, or forbids."""
+
+    label: str
+    count: int
+    colour: str | None = None
+    relation: str | None = None
+    other: int = 0
+    """Index of the clause that the relation is to."""
+
+
+class GenEval(RuleReward, Loadable):
+    """strict: exactly what was asked for; correct: GenEval's own rule, which allows surplus objects
+    of an asked class; dense: the mean over all that is checked, 1 where strict.
+
+    GenEval's task score is the mean of `correct` per tag, averaged over its six tags. A sample that
+    asks for a class that the detector does not know, or for a colour where it names none, is
+    invalid.
+    """
+
+    def __init__(
+        self,
+        detector: Detector,
+        threshold: float = 0.3,
+        counting_threshold: float = 0.9,
+        max_objects: int = 16,
+    ):
+        check_settings("GenEval", (threshold, counting_threshold), max_objects)
+        self.detector, self.max_objects = detector, max_objects
+        self.threshold, self.counting_threshold = threshold, counting_threshold
+        self.spec = RewardSpec(
+            name="geneval",
+            dims=("strict", "correct", "dense"),
+            modality="image",
+            scale=(min(0.0, 2.0 - max_objects), 1.0),
+            licence="MIT",
+            version=f"{detector.version}; {threshold}, {counting_threshold}, {max_objects}",
+        )
+
+    def load(self) -> None:
+        """Get the detector ready."""
+        self.detector.load()
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Detect and compare; the extras count what was found."""
+        self.load()
+        metadata = known(sample)
+        include, exclude = (clauses(metadata, key) for key in ("include", "exclude"))
+        if not include:
+            raise Unscorable("its metadata has no `include` with what it should show")
+        check_ability(self.detector, [*include, *exclude])
+        counting = metadata.get("tag") == "counting"
+        threshold = self.counting_threshold if counting else self.threshold
+        found = kept(self.detector.detect(sample.media[0, 0]), threshold, self.max_objects)
+        strict, dense = graded(include, exclude, found)
+        scores = (strict, float(correct(include, exclude, found)), dense)
+        return scores, {"found": {label: len(objects) for label, objects in found.items()}}
+
+
+def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> None:
+    """Refuse settings with which nothing would ever be found."""
+    if not all(0 <= threshold < 1 for threshold in thresholds) or max_objects < 1:
+        raise ValueError(
+            f"thresholds {list(thresholds)} of {name} must be in [0, 1), "
+            f"max_objects {max_objects} at least 1"
+        )
+
+
+def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
+    """Unscorable where the detector could not see what is asked for."""
+    unknown = {clause.label for clause in asked} - detector.classes()
+    if unknown:
+        raise Unscorable(f"the detector knows no {', '.join(sorted(unknown))}")
+    if not detector.names_colours and any(clause.colour for clause in asked):
+        raise Unscorable("it asks for a colour, and the detector names none")
+
+
+def kept(detections: Sequence[Detection], threshold: float, most: int) -> Found:
+    """At most `most` detections of every class with a score above the threshold, surest first."""
+    sure = sorted((d for d in detections if d.score > threshold), key=lambda d: -d.score)
+    return {
+        label: [d for d in sure if d.label == label][:most] for label in {d.label for d in sure}
+    }
+
+
+def relations(a: Detection, b: Detection) -> set[str]:
+    """How a lies relative to b: none, one or two of RELATIONS.
+
+    The offset of the centres is shortened by a tenth of both sizes; what is left must be more than
+    half of the offset.
+    """
+    ax, ay, a_width, a_height = _centre_and_size(a)
+    bx, by, b_width, b_height = _centre_and_size(b)
+    x = _shortened(ax - bx, _SLACK * (a_width + b_width))
+    y = _shortened(ay - by, _SLACK * (a_height + b_height))
+    if abs(x) < 1e-3 and abs(y) < 1e-3:
+        return set()
+    distance = math.hypot(ax - bx, ay - by)
+    steps = (-x, x, -y, y)
+    return {name for name, step in zip(RELATIONS, steps, strict=True) if step / distance > 0.5}
+
+
+def _centre_and_size(d: Detection) -> tuple[float, float, float, float]:
+    left, top, right, bottom = d.box
+    return (left + right) / 2, (top + bottom) / 2, abs(right - left), abs(bottom - top)
+
+
+def _shortened(offset: float, by: float) -> float:
+    return math.copysign(max(abs(offset) - by, 0), offset)
+
+
+def correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:
+    """GenEval's own rule: at least the asked number, of which the surest must fit."""
+    matched: list[Sequence[Detection] | None] = []
+    for clause in include:
+        objects = found.get(clause.label, ())[: clause.count]
+        fits = (
+            len(objects) == clause.count
+            and _colours(clause, objects) == clause.count
+            and _placed(clause, objects, matched)
+        )
+        matched.append(objects if fits else None)
+    return None not in matched and not _forbidden(exclude, found)
+
+
+def graded(
+    include: Sequence[Clause], exclude: Sequence[Clause], found: Found
+) -> tuple[float, float]:
+    """(strict, dense): exactly what was asked for; and the mean over everything that is checked.
+
+    Dense parts: 1 - |found - asked| / asked for every number; the same for colours where the number
+    is right; 0 or 1 for a relation where number and colour are; one 0 for a colour or relation that
+    could not be checked because the number is wrong.
+    The reference adds a 1 after every failed relation; here a wrong relation gives 0 and no more.
+    """
+    matched: list[Sequence[Detection] | None] = []
+    parts: list[float] = []
+    for clause in include:
+        objects = found.get(clause.label, ())
+        parts.append(_closeness(len(objects), clause.count))
+        fits = len(objects) == clause.count
+        if not fits and (clause.colour or clause.relation):
+            parts.append(0.0)
+        if fits and clause.colour:
+            coloured = _colours(clause, objects)
+            parts.append(_closeness(coloured, clause.count))
+            fits = coloured == clause.count
+        if fits and clause.relation:
+            fits = _placed(clause, objects, matched)
+            parts.append(float(fits))
+        matched.append(objects if fits else None)
+    strict = None not in matched and not _forbidden(exclude, found)
+    return float(strict), sum(parts) / len(parts)
+
+
+def _closeness(found: int, asked: int) -> float:
+    return 1 - abs(asked - found) / asked
+
+
+def _colours(clause: Clause, objects: Sequence[Detection]) -> int:
+    """How many have the asked colour, if one is asked for."""
+    return sum(clause.colour in (None, d.colour) for d in objects)
+
+
+def _placed(
+    clause: Clause,
+    objects: Sequence[Detection],
+    matched: Sequence[Sequence[Detection] | None],
+) -> bool:
+    """Whether every object has the asked relation to every object of the other clause."""
+    if clause.relation is None:
+        return True
+    others = matched[clause.other]
+    if others is None:
+        return False
+    return all(clause.relation in relations(a, b) for a in objects for b in others)
+
+
+def _forbidden(exclude: Sequence[Clause], found: Found) -> bool:
+    return any(len(found.get(clause.label, ())) >= clause.count for clause in exclude)
+
+
+def clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
+    """The clauses under `include` or `exclude`. Unscorable where they break the schema."""
+    rows = metadata.get(key, [])
+    if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+        raise Unscorable(f"its metadata {key!r} is no list of clauses")
+    return [_clause(row, place) for place, row in enumerate(rows)]
+
+
+def _clause(row: Mapping[str, Any], place: int) -> Clause:
+    relation, other = row.get("position") or (None, 0)
+    clause = Clause(row.get("class", ""), row.get("count", 1), row.get("color"), relation, other)
+    if (
+        not clause.label
+        or not isinstance(clause.count, int)
+        or clause.count < 1
+        or relation not in (None, *RELATIONS)
+        or (relation is not None and not 0 <= other < place)
+    ):
+        raise Unscorable(f"its metadata has a clause that means nothing: {dict(row)}")
+    return clause

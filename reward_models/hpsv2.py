@@ -1,0 +1,64 @@
+"""Human Preference Score v2 and v2.1: a fine-tuned CLIP ViT-H-14.
+
+Source: Wu et al. 2023, arXiv:2306.09341v2. Pictures are resized by their longest side and padded
+with black, unlike CLIP's. Scores compare pictures of one prompt under one version, nothing else.
+"""
+
+from dataclasses import replace
+from typing import Literal
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.checkpoints import find_file, signature
+from reward_models.clip_towers import Towers, cosines, read_open_clip
+from reward_models.network import NetworkReward
+
+FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
+
+
+class HPSv2(NetworkReward):
+    """cos(image, text), usually 0.2 to 0.35 (tables print it times 100).
+
+    A video scores the mean over its frames. `weights` is a checkpoint file, or a folder or hub
+    repository that has the file of this `version`; `model` an architecture of open_clip, or a JSON
+    file of sizes.
+    """
+
+    network: Towers
+
+    def __init__(
+        self,
+        version: Literal["v2", "v2.1"] = "v2.1",
+        weights: str = "xswu/HPSv2",
+        model: str = "ViT-H-14",
+        device: str = "auto",
+        batch_size: int = 32,
+        offload: bool = False,
+    ):
+        if version not in FILES:
+            raise ValueError(f"HPS version {version!r}; expected one of {list(FILES)}")
+        name = f"hps{version}".replace(".", "_")
+        spec = RewardSpec(
+            name=name,
+            dims=(name,),
+            modality="any",
+            scale=(-1.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            needs=("prompt",),
+            version=f"{signature(weights)} {signature(model)}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+        self.version, self.weights, self.model = version, weights, model
+
+    def read(self) -> Towers:
+        """Both towers, with HPSv2's preprocessing."""
+        towers = read_open_clip(self.model, str(find_file(self.weights, FILES[self.version])))
+        towers.preprocessing = replace(towers.preprocessing, resize="longest")
+        return towers
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """cos(image, text), the mean over frames."""
+        return cosines(self.network, batch, self.batch_size)[:, None]

@@ -1,0 +1,104 @@
+"""HPSv3: human preference of a picture as a Gaussian, from Qwen2-VL 7B.
+
+Read from the package hpsv3 1.0.0; `HPSv3.safetensors` holds the whole model, so of the base only
+its configuration and tokenizer are needed.
+"""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import Qwen2Tokenizer
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.checkpoints import find_file, read_tensors, signature
+from reward_models.network import NetworkReward, Rated, spread
+from reward_models.pixels import resized
+from reward_models.qwen2_vl import (
+    Chat,
+    Dtype,
+    PositionMode,
+    assemble,
+    chat_ids,
+    checked_options,
+    collected,
+    filled,
+    fitted,
+    num_tokens,
+    patched,
+    read_base,
+)
+
+INSTRUCTION = (Path(__file__).parent / "instructions" / "hpsv3.txt").read_text()
+TOKEN = "<|Reward|>"
+PIXELS = 256 * 28 * 28
+"""Every picture is brought to at least this area."""
+
+
+class HPSv3(NetworkReward):
+    """One unbounded dimension, the mean; the standard deviation is the output's uncertainty.
+
+    `checkpoint` is a file, folder or hub repository with `HPSv3.safetensors`; `base` one with the
+    configuration and tokenizer of Qwen2-VL.
+    """
+
+    tokenizer: Qwen2Tokenizer
+
+    def __init__(
+        self,
+        checkpoint: str = "MizzenAI/HPSv3",
+        base: str = "Qwen/Qwen2-VL-7B-Instruct",
+        position_mode: PositionMode = "sequential",
+        dtype: Dtype = "bfloat16",
+        device: str = "auto",
+        batch_size: int = 8,
+        offload: bool = False,
+    ):
+        checked_options(position_mode, dtype)
+        self.checkpoint, self.base = checkpoint, base
+        self.position_mode: PositionMode = position_mode
+        self.dtype: Dtype = dtype
+        settings = signature(checkpoint), signature(base), f"{position_mode} positions", dtype
+        spec = RewardSpec(
+            name="hpsv3",
+            dims=("hpsv3",),
+            modality="image",
+            scale=(-torch.inf, torch.inf),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt",),
+            version=", ".join(settings),
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Backbone and head from one file."""
+        config, self.tokenizer = read_base(self.base, [TOKEN])
+        path = find_file(self.checkpoint, "HPSv3.safetensors")
+        return assemble(config, _head, read_tensors(path), path, self.position_mode, self.dtype)
+
+    def rate(self, batch: MediaBatch) -> Rated:
+        """Mean and standard deviation of every picture."""
+        chats, failed = collected(len(batch), lambda i: self._chat(batch, i))
+        if not chats:
+            nothing = torch.full((len(batch), 1), torch.nan)
+            return Rated(nothing, nothing, failed)
+        mark = self.tokenizer.convert_tokens_to_ids(TOKEN)
+        out = spread(
+            self.network(list(chats.values()), [mark], "image")[:, 0], [*chats], len(batch)
+        )
+        return Rated(out[:, :1], out[:, 1:].exp(), failed)
+
+    def _chat(self, batch: MediaBatch, i: int) -> Chat:
+        picture = batch.media[i].to(self.device).float()
+        size = fitted(picture.shape[-2], picture.shape[-1], PIXELS, PIXELS)
+        patches, grid = patched(resized(picture, size[0], size[1], quantised=True))
+        text = filled(self.tokenizer, INSTRUCTION, batch.prompts[i])
+        return Chat(chat_ids(self.tokenizer, text, "image", num_tokens(grid)), patches, grid)
+
+
+def _head(width: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05),
+        nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2),
+    )  # fmt: skip

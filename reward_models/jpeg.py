@@ -1,0 +1,46 @@
+"""JPEG size: the two rewards without a model with which reinforcement learning is tried out.
+
+Source: DDPO, arXiv:2305.13301v4, compressibility and incompressibility.
+"""
+
+from io import BytesIO
+from statistics import fmean
+from typing import Literal
+
+from PIL import Image
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.rule import RuleReward, Verdict, to_bytes
+
+Dim = Literal["compressibility", "incompressibility"]
+SIGN: dict[str, int] = {"compressibility": -1, "incompressibility": 1}
+
+
+class JpegSize(RuleReward):
+    """The size of the picture as JPEG in kB (1000 bytes), negative for `compressibility`.
+
+    A video scores the mean over its frames. Chroma is subsampled, as Pillow does by default.
+    """
+
+    def __init__(self, dim: Dim = "compressibility", quality: int = 95):
+        if not 1 <= quality <= 100:
+            raise ValueError(f"quality of JpegSize is {quality}; it must be in [1, 100]")
+        self.sign, self.quality = SIGN[dim], quality
+        self.spec = RewardSpec(
+            name="jpeg",
+            dims=(dim,),
+            modality="any",
+            scale=(0.0, float("inf")) if self.sign > 0 else (-float("inf"), 0.0),
+            licence="Apache-2.0",
+            version=f"quality {quality}, 4:2:0",
+        )
+
+    def judge(self, sample: MediaBatch) -> Verdict:
+        """Encode every frame and weigh it."""
+        sizes = [self._kilobytes(Image.fromarray(f)) for f in to_bytes(sample.media[0])]
+        return (self.sign * fmean(sizes),), {}
+
+    def _kilobytes(self, picture: Image.Image) -> float:
+        buffer = BytesIO()
+        picture.save(buffer, format="JPEG", quality=self.quality)
+        return buffer.tell() / 1000

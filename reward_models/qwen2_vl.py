@@ -1,0 +1,224 @@
+"""Qwen2-VL as the backbone of a reward: native classes, a head beside them, tensors in.
+
+Published rewards subclass the language model, which in transformers 5 loads no text weights and
+says so only in a printed table; here the head is a part of its own and every key is accounted for.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLModel,
+    Qwen2VLTextConfig,
+)
+
+from reward_models.checkpoints import find_file, load_exactly, read_json, renamed, without_memory
+from reward_models.pixels import normalise
+
+PositionMode = Literal["sequential", "mrope"]
+Dtype = Literal["float32", "bfloat16"]
+PATCH, MERGE, PAIR = 14, 2, 2
+"""Pixels of a patch's side, patches of a token's side, frames of a patch."""
+KEYS = (
+    (r"^model\.", "backbone.language_model."),
+    (r"^visual\.", "backbone.visual."),
+    (r"^rm_head\.", "head."),
+)
+"""From the names of transformers 4.45, in which these checkpoints were written."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One user's turn about one picture or video."""
+
+    ids: list[int]
+    patches: Float[Tensor, "N D"]
+    grid: tuple[int, int, int]
+    """Frame pairs, and patches down and across."""
+
+
+class Qwen2VLReward(nn.Module):
+    """A Qwen2-VL without its vocabulary head, and a reward head on the marked positions.
+
+    VideoReward and HPSv3 were trained with positions that count tokens (`sequential`), because
+    they hand their own embeddings to the language model; `mrope` is Qwen2-VL's scheme of three
+    axes, which gives other scores.
+    """
+
+    def __init__(self, config: Qwen2VLConfig, head: nn.Module, position_mode: PositionMode):
+        super().__init__()
+        self.backbone, self.head = Qwen2VLModel(config), head
+        self.position_mode: PositionMode = position_mode
+        self.pads = {"image": config.image_token_id, "video": config.video_token_id}
+
+    def forward(
+        self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
+    ) -> Float[Tensor, "n M d"]:
+        """The head's output where each of the M marks stands; every chat has each of them once.
+
+        Padding comes last, where causal attention never looks, so there is no mask.
+        """
+        device = next(self.parameters()).device
+        rows = [torch.tensor(chat.ids) for chat in chats]
+        ids = pad_sequence(rows, batch_first=True, padding_value=0).to(device)
+        pixels, grid = f"pixel_values{'_videos' * (modality == 'video')}", f"{modality}_grid_thw"
+        vision = {grid: torch.tensor([chat.grid for chat in chats], device=device)}
+        position_ids = self._positions(ids, modality, vision)
+        vision[pixels] = torch.cat([chat.patches for chat in chats]).to(device)
+        hidden = self.backbone(
+            input_ids=ids, position_ids=position_ids, use_cache=False, **vision
+        ).last_hidden_state
+        found = torch.stack([(ids == mark).int().argmax(1) for mark in marks], 1)
+        return self.head(hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float())
+
+    def _positions(
+        self, ids: Int[Tensor, "n L"], modality: str, grid: dict
+    ) -> Int[Tensor, "3 n L"]:
+        if self.position_mode == "sequential":
+            return torch.arange(ids.shape[1], device=ids.device).expand(3, *ids.shape)
+        types = (ids == self.pads[modality]).int() * (1 if modality == "image" else 2)
+        kwargs: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": types, **grid}
+        return self.backbone.get_rope_index(**kwargs)[0]
+
+
+def read_base(source: str, tokens: Sequence[str]) -> tuple[Qwen2VLConfig, Qwen2Tokenizer]:
+    """The architecture and the tokenizer of a base model, with further special tokens.
+
+    Raises:
+        ValueError: where the folder or hub repository lacks a file or is no Qwen2-VL.
+    """
+    names = ("config.json", "tokenizer.json", "tokenizer_config.json")
+    paths = [find_file(source, name) for name in names]
+    if (kind := read_json(paths[0]).get("model_type")) != "qwen2_vl":
+        raise ValueError(f"{source} is of type {kind!r}, not qwen2_vl")
+    folder = paths[0].parent
+    config = Qwen2VLConfig.from_pretrained(folder)
+    tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+    tokenizer.add_tokens(list(tokens), special_tokens=True)
+    text_config(config).vocab_size = len(tokenizer)
+    return config, tokenizer
+
+
+def text_config(config: Qwen2VLConfig) -> Qwen2VLTextConfig:
+    """That of the language model."""
+    if not isinstance(config.text_config, Qwen2VLTextConfig):
+        raise ValueError("the configuration has no language model")
+    return config.text_config
+
+
+def assemble(
+    config: Qwen2VLConfig,
+    head: Callable[[int], nn.Module],
+    tensors: Mapping[str, Tensor],
+    source: str | Path,
+    position_mode: PositionMode = "sequential",
+    dtype: Dtype = "float32",
+) -> Qwen2VLReward:
+    """The network with exactly these weights of 4.45-era names; the head stays in float32."""
+    with without_memory():
+        network = Qwen2VLReward(config, head(text_config(config).hidden_size), position_mode)
+    cast = {
+        key: tensor.to(torch.float32 if key.startswith("head.") else getattr(torch, dtype))
+        for key, tensor in renamed(tensors, KEYS).items()
+    }
+    load_exactly(network, cast, source, unused=[r"lm_head\.weight"])
+    return network
+
+
+def checked_options(position_mode: str, dtype: str) -> None:
+    """ValueError where an option is not one of those there are."""
+    for name, value, allowed in (
+        ("position_mode", position_mode, get_args(PositionMode)),
+        ("dtype", dtype, get_args(Dtype)),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+
+
+def collected(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:
+    """The chats of samples that can be asked about, and why the others cannot."""
+    chats: dict[int, Chat] = {}
+    failed: dict[int, str] = {}
+    for i in range(num):
+        try:
+            chats[i] = chat(i)
+        except ValueError as error:
+            failed[i] = str(error)
+    return chats, failed
+
+
+def filled(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -> str:
+    """The instruction about this prompt.
+
+    Raises:
+        ValueError: for a prompt with special tokens, which would move what the model is asked.
+    """
+    if found := [token for token in tokenizer.get_added_vocab() if token in prompt]:
+        raise ValueError(f"its prompt contains the special token {found[0]}")
+    return instruction.replace("{prompt}", prompt)
+
+
+def chat_ids(
+    tokenizer: Qwen2Tokenizer,
+    text: str,
+    modality: Literal["image", "video"],
+    num_tokens: int,
+) -> list[int]:
+    """Token ids of a user's turn, a picture or video before the text, answer about to begin."""
+    return tokenizer.encode(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
+        f"<|vision_start|>{f'<|{modality}_pad|>' * num_tokens}<|vision_end|>{text}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def fitted(
+    height: int, width: int, fewest: int, most: int, side: int = PATCH * MERGE
+) -> tuple[int, int]:
+    """Height and width, multiples of a token's side, whose area lies within the given pixels.
+
+    The aspect ratio is kept as well as whole tokens allow. A picture whose area is between the two
+    once rounded is only rounded; else rounding is down to stay below `most`, up to reach `fewest`.
+
+    Raises:
+        ValueError: for a picture more than 200 times as long as wide.
+    """
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"{height}x{width} pixels: one side is over 200 times the other")
+    h, w = (max(side, round(x / side) * side) for x in (height, width))
+    if h * w > most:
+        scale = math.sqrt(height * width / most)
+        h, w = (math.floor(x / scale / side) * side for x in (height, width))
+    elif h * w < fewest:
+        scale = math.sqrt(fewest / (height * width))
+        h, w = (math.ceil(x * scale / side) * side for x in (height, width))
+    return h, w
+
+
+def patched(
+    frames: Float[Tensor, "T 3 h w"],
+) -> tuple[Float[Tensor, "N D"], tuple[int, int, int]]:
+    """Fitted frames in [0, 1] normalised and cut in patches, those of one token in sequence.
+
+    One frame counts as two equal ones.
+    """
+    x = normalise(frames)
+    x = x.repeat(PAIR, 1, 1, 1) if len(x) == 1 else x
+    grid = len(x) // PAIR, x.shape[2] // PATCH, x.shape[3] // PATCH
+    t, h, w = grid
+    x = x.reshape(t, PAIR, 3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
+    return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), grid
+
+
+def num_tokens(grid: tuple[int, int, int]) -> int:
+    """How many tokens a grid of patches takes in the text."""
+    return math.prod(grid) // MERGE**2

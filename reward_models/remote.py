@@ -1,0 +1,171 @@
+"""A reward model behind `flowalign serve-reward`, used like any other."""
+
+import os
+import random
+import time
+import uuid
+from typing import Any
+
+import torch
+
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.wire import CONTENT_TYPE, VERSION, Pixels, output_from_json, pack_batch
+
+_TRANSIENT = (429, 500, 502, 503, 504)
+
+
+class RemoteReward(RewardModel, Loadable):
+    """Asks a server for the scores of one of its models.
+
+    `dims` are those that the server names under /spec; `load` compares them. `8bit` pixels are
+    rounded as in an image file and travel four times faster. A request that fails is sent again
+    `retries` times, waiting longer each time; one that still fails makes its samples invalid, and
+    one that the server calls wrong raises ValueError. The token is read from the environment.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        dims: list[str],
+        model: str | None = None,
+        pixels: Pixels = "float32",
+        batch_size: int = 64,
+        timeout: float = 60.0,
+        retries: int = 3,
+        token_env: str = "FLOWALIGN_REWARD_TOKEN",
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"url {url!r} must start with http:// or https://")
+        if batch_size < 1 or timeout <= 0 or retries < 0:
+            raise ValueError(
+                f"batch_size {batch_size}, timeout {timeout}, retries {retries}: need at least 1, "
+                "more than 0, and at least 0"
+            )
+        self.url, self.model = url.rstrip("/"), model
+        self.pixels: Pixels = pixels
+        self.batch_size, self.timeout, self.retries = batch_size, timeout, retries
+        self.token_env = token_env
+        self.spec = RewardSpec(
+            name=model or "remote", dims=tuple(dims), modality="any",
+            scale=(-torch.inf, torch.inf), licence="that of the server's model",
+            version=f"{url} {pixels}",
+        )  # fmt: skip
+        self._http: Any = None
+
+    def load(self) -> None:
+        """Wait for the server to be ready, and take over its declaration.
+
+        Raises:
+            ValueError: it cannot be reached, failed to load, or serves other dimensions.
+        """
+        if self._http is not None:
+            return
+        http = self._client()
+        self._wait_until_ready(http)
+        content = self._get(http, "/spec")
+        specs = {row["name"]: row for row in content["models"]}
+        if content["version"] != VERSION:
+            raise ValueError(f"{self.url} speaks version {content['version']}, not {VERSION}")
+        if self.model not in specs and not (self.model is None and len(specs) == 1):
+            raise ValueError(f"{self.url} has no model {self.model!r}; it has {', '.join(specs)}")
+        theirs = specs[self.model or next(iter(specs))]
+        if tuple(theirs["dims"]) != self.spec.dims:
+            raise ValueError(
+                f"{self.url} gives {', '.join(theirs['dims'])}, not {', '.join(self.spec.dims)}"
+            )
+        low, high = theirs["scale"]
+        self.spec = RewardSpec(
+            name=self.spec.name, dims=self.spec.dims, modality=theirs["modality"],
+            scale=(-torch.inf if low is None else low, torch.inf if high is None else high),
+            licence=theirs["licence"], needs=tuple(theirs["needs"]),
+            normalisation=theirs["normalisation"],
+            version=f"{theirs['fingerprint']} {self.pixels}",
+        )  # fmt: skip
+        self._http = http
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Scores in requests of `batch_size` samples; group-wise models get all at once."""
+        self.load()
+        failed = self.spec.screen(batch)
+        good = [i for i in range(len(batch)) if i not in failed]
+        size = len(batch) if "groups" in self.spec.needs else self.batch_size
+        values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        spread, extras = values.clone(), [{} for _ in range(len(batch))]
+        for start in range(0, len(good), max(size, 1)):
+            rows = good[start : start + size]
+            answer = self._ask(batch.take(rows))
+            values[rows] = answer.values
+            if answer.uncertainty is not None:
+                spread[rows] = answer.uncertainty
+            for row, extra in zip(rows, answer.extras, strict=False):
+                extras[row] = dict(extra)
+            failed |= {rows[i]: why for i, why in answer.reasons.items()}
+        known = spread if spread.isfinite().any() else None
+        return RewardOutput.build(self.spec, values, failed, known, extras if any(extras) else ())
+
+    def _ask(self, batch: MediaBatch) -> RewardOutput:
+        request = {"request_id": uuid.uuid4().hex, "model": self.model, "deadline_s": self.timeout}
+        message, answer = pack_batch(batch, self.pixels, request), "it was not asked"
+        for attempt in range(self.retries + 1):
+            if attempt:
+                time.sleep(min(0.25 * 2**attempt, 8.0) * random.uniform(0.5, 1.0))
+            answer = self._post(message, len(batch))
+            if isinstance(answer, RewardOutput):
+                return answer
+        nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
+        reason = f"{self.url} failed {self.retries + 1} times, last with {answer}"
+        return RewardOutput.build(self.spec, nothing, dict.fromkeys(range(len(batch)), reason))
+
+    def _post(self, message: bytes, count: int) -> RewardOutput | str:
+        """Scores, or why there are none this time. ValueError where asking again is no use."""
+        import httpx
+
+        try:
+            headers = {"content-type": CONTENT_TYPE}
+            reply = self._http.post("/score", content=message, headers=headers)
+        except httpx.TransportError as error:
+            return f"{type(error).__name__} {error}"
+        why = f"status {reply.status_code}: {reply.text[:200]}"
+        if reply.status_code not in (200, *_TRANSIENT):
+            raise ValueError(f"{self.url} refuses the request, {why}")
+        if reply.status_code != 200:
+            return why
+        try:
+            return output_from_json(reply.json(), self.spec, count)
+        except ValueError as error:  # cut short, or no JSON at all
+            return f"an answer that is none: {error}"
+
+    def _client(self):
+        try:
+            import httpx
+        except ImportError as error:
+            raise ValueError("RemoteReward needs httpx: pip install 'flowalign[serve]'") from error
+        token = os.environ.get(self.token_env)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # a little longer than the server's deadline, so that its answer is heard
+        return httpx.Client(base_url=self.url, headers=headers, timeout=self.timeout + 2)
+
+    def _wait_until_ready(self, http) -> None:
+        """Models load while the server already listens; ValueError when it takes too long."""
+        import httpx
+
+        until, status = time.monotonic() + self.timeout, ""
+        while True:
+            try:
+                content = http.get("/health").json()
+                status = content["status"]
+                if status == "ready":
+                    return
+                if status == "failed":
+                    raise ValueError(f"{self.url} could not load: {content['reasons']}")
+            except httpx.TransportError as error:
+                status = f"{type(error).__name__} {error}"
+            if time.monotonic() > until or status.startswith("ConnectError"):
+                raise ValueError(f"reward server {self.url} is not ready ({status})")
+            time.sleep(0.2)
+
+    def _get(self, http, path: str) -> dict[str, Any]:
+        reply = http.get(path)
+        if reply.status_code != 200:
+            raise ValueError(f"{self.url}{path}: status {reply.status_code} {reply.text[:200]}")
+        return reply.json()

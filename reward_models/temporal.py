@@ -1,0 +1,95 @@
+"""Consistency over time, as VBench measures it: flicker of pixels, and of a frame's features.
+
+Both are best for a still video: combine them with a reward of motion.
+
+Source: Vchitect/VBench @ 45e79ec14e, temporal_flickering.py and subject_consistency.py.
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones import EfficientNet, Encoder
+from reward_models.network import NetworkReward
+
+
+def flicker(media: Float[Tensor, "n F 3 h w"]) -> Float[Tensor, "n"]:
+    """1 minus the mean absolute difference of neighbouring frames; 1 for a still video."""
+    return 1 - media.float().diff(dim=1).abs().flatten(1).mean(1)
+
+
+def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
+    """Mean over frames but the first of half the cosine to the frame before and half to the first.
+
+    Negative cosines count as 0.
+    """
+    features = F.normalize(features.float(), dim=-1)
+    later = features[:, 1:]
+    before = (later * features[:, :-1]).sum(-1).clamp(min=0)
+    start = (later * features[:, :1]).sum(-1).clamp(min=0)
+    return ((before + start) / 2).mean(1)
+
+
+class TemporalFlicker(RewardModel):
+    """flicker: 1 for a video without any change, in [0, 1]. Meant for scenes that stand still."""
+
+    def __init__(self) -> None:
+        self.spec = RewardSpec(
+            name="temporal_flicker",
+            dims=("flicker",),
+            modality="video",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+        )
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """All samples at once; a failed row has no gradient."""
+        failed = self.spec.screen(batch)
+        values = torch.full((len(batch), 1), torch.nan)
+        good = [i for i in range(len(batch)) if i not in failed]
+        if good:
+            values = values.index_put(
+                (torch.tensor(good),), flicker(batch.media[good])[:, None].cpu()
+            )
+        return RewardOutput.build(self.spec, values, failed)
+
+
+class SubjectConsistency(NetworkReward):
+    """consistency: how similar every frame is to the one before and to the first, in [0, 1].
+
+    VBench's formula with any image encoder; VBench itself takes DINO ViT-B/16 for the subject and
+    CLIP for the background, so figures compare only between equal encoders.
+    """
+
+    def __init__(
+        self,
+        encoder: Encoder | None = None,
+        device: str = "auto",
+        batch_size: int = 4,
+        offload: bool = False,
+    ):
+        self.encoder = EfficientNet() if encoder is None else encoder
+        spec = RewardSpec(
+            name="subject_consistency",
+            dims=("consistency",),
+            modality="video",
+            scale=(0.0, 1.0),
+            licence="Apache-2.0",
+            differentiable=True,
+            version=f"{type(self.encoder).__name__} {self.encoder.version}",
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """The encoder's weights."""
+        self.encoder.read()
+        return self.encoder.module
+
+    def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
+        """Embed every frame and compare."""
+        frames = batch.media.flatten(0, 1).to(self.device, torch.float32)
+        features = self.encoder.pictures(frames).unflatten(0, batch.media.shape[:2])
+        return consistency(features)[:, None]

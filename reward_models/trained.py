@@ -1,0 +1,150 @@
+"""A reward model that `flowalign reward train` wrote, from its folder."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jsonargparse import ArgumentError, ArgumentParser
+from torch import Tensor, nn
+
+from flowalign.functional.rating import Rater
+from flowalign.types import Backbone, Head, MediaBatch, RewardSpec
+from reward_models.checkpoints import find_file, load_exactly, read_tensors
+from reward_models.network import NetworkReward, Rated
+
+FORMAT = "flowalign trained reward 1"
+
+
+class TrainedReward(NetworkReward):
+    """Scores with a trained head on its backbone, with a gradient to the pixels.
+
+    `units` of the scores: `z-score` over the training media, or `calibrated`, in which the
+    difference of two scores is the log odds of a preference (rated dimensions: the units of the
+    ratings). `path` is the folder, or a hub repository. It may name classes of the packages in
+    `trusted` only: a class that a folder names is code that runs. `prefix` stands before the names
+    of its dimensions, for runs in which another reward has the same ones.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        units: Literal["z-score", "calibrated"] = "z-score",
+        device: str = "auto",
+        batch_size: int = 32,
+        offload: bool = False,
+        trusted: Sequence[str] = ("reward_models",),
+        prefix: str = "",
+    ):
+        described = find_file(path, "config.json")
+        self.config = _config(described)
+        self.weights, self.z_score = find_file(path, "model.safetensors"), units == "z-score"
+        foreign = [c for c in _class_paths(self.config) if c.split(".")[0] not in trusted]
+        if foreign:
+            raise ValueError(
+                f"{path} asks for {foreign[0]}, which is not of {', '.join(trusted)}; "
+                "add its package to `trusted` if you know it"
+            )
+        self.path, dims = path, tuple(f"{prefix}{dim}" for dim in self.config["dims"])
+        hashed = hashlib.sha256(described.read_bytes() + self.weights.read_bytes()).hexdigest()
+        spec = RewardSpec(
+            name=self.config["name"], dims=dims, modality=self.config["modality"],
+            scale=(-float("inf"), float("inf")), licence=self.config["licence"],
+            differentiable=True, needs=("prompt",) if self.config["needs_prompt"] else (),
+            normalisation=units, version=hashed[:16],
+        )  # fmt: skip
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """The backbone and the head, every saved tensor accounted for.
+
+        Raises:
+            ValueError: the folder is damaged, or its backbone has other weights than in training.
+        """
+        self.backbone, head = _built(self.config, self.path)
+        self.backbone.load()
+        if self.backbone.fingerprint != self.config["backbone_fingerprint"]:
+            raise ValueError(
+                f"{self.path} was trained on a backbone with fingerprint "
+                f"{self.config['backbone_fingerprint']}; the one found has "
+                f"{self.backbone.fingerprint}"
+            )
+        tensors = read_tensors(self.weights)
+        joint, prompt = (
+            _length(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
+        )
+        dims = self.config["dims"]
+        self.rater = Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
+        whole = nn.ModuleDict({"rater": self.rater, "backbone": self.backbone.network})
+        adapters = {n for n, p in self.backbone.network.named_parameters() if p.requires_grad}
+        frozen = [n for n in self.backbone.network.state_dict() if n not in adapters]
+        _refuse({f"backbone.{n}" for n in frozen} & tensors.keys(), self.path)
+        current = {f"backbone.{n}": self.backbone.network.state_dict()[n] for n in frozen}
+        load_exactly(whole, current | tensors, self.path)
+        return whole
+
+    def rate(self, batch: MediaBatch) -> Rated:
+        """Scores, and standard deviations of the dimensions that learned one."""
+        ratings = self.rater(self.backbone.embed(batch).to(self.device))
+        values, deviation = self.rater.in_units(ratings, self.z_score)
+        if deviation is not None:
+            learned = torch.tensor([d in self.config["uncertain"] for d in self.config["dims"]])
+            deviation = deviation.masked_fill(~learned.to(deviation.device), torch.nan)
+        return Rated(values, deviation)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of the format {FORMAT!r}")
+    wanted = (
+        "name", "dims", "modality", "licence", "needs_prompt", "backbone", "backbone_fingerprint",
+        "head", "uncertain",
+    )  # fmt: skip
+    if missing := [key for key in wanted if key not in config]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    for part in ("backbone", "head"):
+        if not isinstance(config[part], dict) or "class_path" not in config[part]:
+            raise ValueError(f"{path}: {part} must have a class_path")
+    return config
+
+
+def _class_paths(value: Any) -> Iterator[str]:
+    """Every class that a description names, however deep."""
+    if isinstance(value, Mapping):
+        if "class_path" in value:
+            yield str(value["class_path"])
+        for part in value.values():
+            yield from _class_paths(part)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _class_paths(part)
+
+
+def _built(config: Mapping[str, Any], path: str) -> tuple[Backbone, Head]:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--backbone", type=Backbone, required=True)
+    parser.add_argument("--head", type=Head, required=True)
+    try:
+        given = {name: config[name] for name in ("backbone", "head")}
+        built = parser.instantiate_classes(parser.parse_object(given))
+    except (ArgumentError, ValueError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
+    return built["backbone"], built["head"]
+
+
+def _length(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
+    if key not in tensors:
+        raise ValueError(f"{path} lacks {key}")
+    return len(tensors[key])
+
+
+def _refuse(keys: set[str], path: str) -> None:
+    if keys:
+        raise ValueError(f"{path} holds frozen weights of the backbone: {min(keys)}")

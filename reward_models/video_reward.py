@@ -1,0 +1,244 @@
+"""VideoReward (VideoAlign): visual quality, motion quality and text alignment of a video.
+
+Read from KwaiVGI/VideoAlign. Both published forms of a checkpoint are known: the whole PEFT model
+(`model.pth`), and an adapter with the other trained weights beside it, which needs the base
+model's.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import Qwen2Tokenizer
+
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.checkpoints import (
+    find_folder,
+    read_folder,
+    read_json,
+    read_tensors,
+    renamed,
+    signature,
+)
+from reward_models.frames import at_rate
+from reward_models.network import NetworkReward, Rated, spread
+from reward_models.pixels import resized
+from reward_models.qwen2_vl import (
+    Chat,
+    Dtype,
+    PositionMode,
+    assemble,
+    chat_ids,
+    checked_options,
+    collected,
+    filled,
+    fitted,
+    num_tokens,
+    patched,
+    read_base,
+)
+
+Normalisation = Literal["checkpoint", "published", "none"]
+INSTRUCTION = (Path(__file__).parent / "instructions" / "video_reward.txt").read_text()
+DIMS = ("VQ", "MQ", "TA")
+TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
+"""Their order is part of the model: text after a token cannot change its score, so VQ and MQ do
+not depend on the prompt."""
+PUBLISHED = {
+    "VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811,
+    "TA_mean": 2.8105, "TA_std": 2.5121,
+}  # fmt: skip
+FEWEST_PIXELS = 128 * 28 * 28
+"""Of a frame; the most are in the checkpoint's configuration."""
+EXPECTED = {
+    "data_config": {
+        "num_frames": None, "sample_type": "uniform", "eval_dim": list(DIMS),
+        "prompt_template_type": "detailed_special",
+    },
+    "model_config": {"output_dim": 3, "use_special_tokens": True, "reward_token": "special"},
+}  # fmt: skip
+"""What is implemented here, of what a checkpoint's `model_config.json` could ask for."""
+
+
+class VideoReward(NetworkReward):
+    """VQ, MQ, TA and their sum, Overall; each minus a mean and by a standard deviation.
+
+    `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`, of
+    which the last step is read; `base` that of the Qwen2-VL it was trained from, where it is not
+    the one the configuration names. `normalisation` takes the constants from the configuration, or
+    those that were `published`, or leaves the raw scores.
+    """
+
+    tokenizer: Qwen2Tokenizer
+    config: dict[str, Any]
+
+    def __init__(
+        self,
+        checkpoint: str = "KwaiVGI/VideoReward",
+        base: str | None = None,
+        position_mode: PositionMode = "sequential",
+        normalisation: Normalisation = "checkpoint",
+        dtype: Dtype = "bfloat16",
+        device: str = "auto",
+        batch_size: int = 4,
+        offload: bool = False,
+    ):
+        checked_options(position_mode, dtype)
+        if normalisation not in get_args(Normalisation):
+            raise ValueError(
+                f"normalisation is {normalisation!r}; it must be one of "
+                f"{', '.join(get_args(Normalisation))}"
+            )
+        self.checkpoint, self.base, self.normalisation = checkpoint, base, normalisation
+        self.position_mode: PositionMode = position_mode
+        self.dtype: Dtype = dtype
+        settings = (
+            signature(checkpoint),
+            signature(base) if base else "its own base",
+            f"{position_mode} positions",
+            dtype,
+        )
+        spec = RewardSpec(
+            name="video_reward",
+            dims=(*DIMS, "Overall"),
+            modality="video",
+            scale=(-math.inf, math.inf),
+            licence="MIT",
+            differentiable=True,
+            needs=("prompt", "fps"),
+            normalisation="none" if normalisation == "none" else f"z-score ({normalisation})",
+            version=", ".join(settings),
+        )
+        super().__init__(spec, device, batch_size, offload)
+
+    def read(self) -> nn.Module:
+        """Backbone with the adapter merged into it, and head."""
+        folder = find_folder(self.checkpoint)
+        self.config = read_config(folder / "model_config.json")
+        self.constants = self._constants()
+        base = self.base or self.config["model_config"]["model_name_or_path"]
+        architecture, self.tokenizer = read_base(base, TOKENS)
+        step, tensors = read_step(folder, base, self.config["peft_lora_config"])
+        return assemble(architecture, _head, tensors, step, self.position_mode, self.dtype)
+
+    def rate(self, batch: MediaBatch) -> Rated:
+        """The three scores of every video, and their sum."""
+        chats, failed = collected(len(batch), lambda i: self._chat(batch, i))
+        if not chats:
+            return Rated(torch.full((len(batch), 4), torch.nan), None, failed)
+        marks = self.tokenizer.convert_tokens_to_ids(list(TOKENS))
+        raw = self.network(list(chats.values()), marks, "video").diagonal(dim1=1, dim2=2).cpu()
+        scores = (raw - self.constants[0]) / self.constants[1]
+        scores = torch.cat([scores, scores.sum(1, keepdim=True)], 1)
+        return Rated(spread(scores, [*chats], len(batch)), None, failed)
+
+    def _constants(self) -> Float[Tensor, "2 3"]:
+        """Mean and standard deviation of each dimension."""
+        if self.normalisation == "none":
+            return torch.tensor([[0.0] * 3, [1.0] * 3])
+        published = self.normalisation == "published"
+        given = PUBLISHED if published else self.config.get("inference_config")
+        if given is None:
+            raise ValueError(
+                f"{self.checkpoint}/model_config.json has no inference_config to normalise with; "
+                "set normalisation to published or none"
+            )
+        return torch.tensor([[given[f"{dim}_{key}"] for dim in DIMS] for key in ("mean", "std")])
+
+    def _chat(self, batch: MediaBatch, i: int) -> Chat:
+        text = filled(self.tokenizer, INSTRUCTION, batch.prompts[i])
+        data = self.config["data_config"]
+        kept = at_rate(batch.media.shape[1], batch.fps[i], float(data["fps"]))
+        height, width = batch.media.shape[-2:]
+        size = fitted(height, width, FEWEST_PIXELS, data["max_frame_pixels"])
+        frames = batch.media[i, kept].to(self.device).float()
+        patches, grid = patched(resized_once(frames, *size))
+        return Chat(chat_ids(self.tokenizer, text, "video", num_tokens(grid)), patches, grid)
+
+
+def _head(width: int) -> nn.Module:
+    return nn.Linear(width, len(DIMS), bias=False)
+
+
+def resized_once(
+    frames: Float[Tensor, "T 3 H W"], height: int, width: int
+) -> Float[Tensor, "T 3 height width"]:
+    """Bicubic resize of 8-bit frames, rounded to 8 bits once; the gradient is that of the smooth.
+
+    The original resizes video by torchvision, which sums in floating point; PIL rounds twice.
+    """
+    smooth = resized(frames, height, width)
+    bits = (frames.detach() * 255).round().clamp(0, 255)
+    exact = resized(bits, height, width).round().clamp(0, 255) / 255
+    return smooth + (exact - smooth).detach() if smooth.requires_grad else exact
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A checkpoint's `model_config.json`. ValueError where it asks for what is not implemented."""
+    config = read_json(path)
+    for part, expected in EXPECTED.items():
+        for key, value in expected.items():
+            if config[part][key] != value:
+                raise ValueError(f"{path}: {part}.{key} is {config[part][key]!r}, not {value!r}")
+    return config
+
+
+def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, dict[str, Tensor]]:
+    """The folder of the last step, and its weights under the base model's names."""
+    steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.is_dir()}
+    if not steps:
+        raise ValueError(f"{folder} has no folder checkpoint-<step>")
+    step = steps[max(steps)]
+    if (step / "model.pth").is_file():
+        tensors = _bare(read_tensors(step / "model.pth"))
+        return step, merged(tensors, lora["lora_r"], float(lora["lora_alpha"]), step)
+    files = "non_lora_state_dict.pth", "adapter_model.safetensors"
+    if missing := [name for name in (*files, "adapter_config.json") if not (step / name).is_file()]:
+        raise ValueError(f"{step} has neither model.pth nor {missing[0]}")
+    adapter = read_json(step / "adapter_config.json")
+    if unknown := [key for key in _VARIANTS if adapter.get(key)]:
+        raise ValueError(f"{step}/adapter_config.json: {unknown[0]} is not supported")
+    # In the order in which the original applies them: what was trained replaces the base model's.
+    tensors = read_folder(base)
+    for name in files:
+        tensors |= _bare(read_tensors(step / name))
+    return step, merged(tensors, adapter["r"], float(adapter["lora_alpha"]), step)
+
+
+_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without what PEFT adds to names, but for `lora_A` and `lora_B`."""
+    return renamed(
+        tensors,
+        [(r"^base_model\.model\.", ""), (r"\.base_layer\.", "."), (r"(lora_[AB])\.default", r"\1")],
+    )
+
+
+def merged(
+    tensors: Mapping[str, Tensor], rank: int, alpha: float, source: str | Path
+) -> dict[str, Tensor]:
+    """W + alpha / rank * B A in place of every W that has a LoRA; the rest unchanged.
+
+    Raises:
+        ValueError: for a LoRA without its other half or its W, or of another rank or shape.
+    """
+    down = {k.split(".lora_A")[0]: v for k, v in tensors.items() if ".lora_A." in k}
+    up = {k.split(".lora_B")[0]: v for k, v in tensors.items() if ".lora_B." in k}
+    result = {k: v for k, v in tensors.items() if ".lora_" not in k}
+    if odd := sorted(down.keys() ^ up.keys()):
+        raise ValueError(f"{source}: the LoRA of {odd[0]} is not complete")
+    for name, a in down.items():
+        key, b = f"{name}.weight", up[name]
+        if key not in result or result[key].shape != (len(b), a.shape[1]):
+            raise ValueError(f"{source}: the LoRA of {name} has no weight of its shape")
+        if a.shape[0] != rank or b.shape[1] != rank:
+            raise ValueError(f"{source}: the LoRA of {name} is not of rank {rank}")
+        weight = result[key]
+        result[key] = (weight.float() + alpha / rank * (b.float() @ a.float())).to(weight.dtype)
+    return result

@@ -1,0 +1,28 @@
+"""VisionReward: checklists for images and videos with their released questions and weights.
+
+The judges of the paper (CogVLM2 fine-tuned on such questions, remote code for an old transformers)
+are not loaded here; any judge answers the lists. Two features of the release are kept: harmlessness
+counts only where there is a human body, and `mean` divides by the number of questions.
+
+Questions, weights and conditions are those of the files in github.com/THUDM/VisionReward.
+"""
+
+from typing import Literal
+
+from flowalign.types import RewardModel
+from reward_models.checklist import Answers, Checklist
+from reward_models.yes_no import YesNoJudge
+
+
+def vision_reward_image(
+    judge: YesNoJudge,
+    alignment: RewardModel | Literal["judge", "omit"],
+    answers: Answers = "hard",
+) -> Checklist:
+    """27 questions about an image, 10 of them conditional, and an alignment reward (VQAScore)."""
+    return Checklist(judge, "vision_reward_image", answers, alignment)
+
+
+def vision_reward_video(judge: YesNoJudge, answers: Answers = "hard") -> Checklist:
+    """29 questions about a video, three of them about its prompt."""
+    return Checklist(judge, "vision_reward_video", answers)

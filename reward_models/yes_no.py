@@ -1,0 +1,284 @@
+"""Judges that answer questions about pictures and videos with the probability of yes."""
+
+from abc import abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase
+from transformers.video_utils import VideoMetadata
+
+from flowalign.types import Loadable, MediaBatch
+from reward_models.checkpoints import find_folder, read_json, signature
+from reward_models.frames import at_rate
+from reward_models.pixels import resized
+from reward_models.qwen2_vl import fitted
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+_VISION_END = "<|vision_end|>"
+_MIN_PIXELS = 4 * 28 * 28
+
+
+class YesNoJudge(Loadable):
+    """Answers any question about media by yes or no, with a probability."""
+
+    version: str
+    """Its weights and settings; enters the fingerprint of rewards that use it."""
+    video_needs: tuple[Literal["fps"], ...] = ()
+    """What a batch of videos must bring besides its media."""
+
+    @abstractmethod
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """P(yes) for the questions about each sample; NaN where the judge gave no answer."""
+
+
+class QwenYesNo(YesNoJudge):
+    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL on this machine.
+
+    P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
+    space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
+    `max_pixels`; of a video, about `fps` frames per second are seen, at most `max_frames`. A
+    question with a special token in it, say from a prompt, is not answered.
+
+    All questions about a sample share its prefix: system prompt and vision tokens are computed
+    once per `ask`, and the questions follow on the cached keys, packed into one row in which a
+    question attends to the prefix and to itself.
+    """
+
+    video_needs: tuple[Literal["fps"], ...] = ("fps",)
+
+    def __init__(
+        self,
+        source: str,
+        device: str = "auto",
+        dtype: Dtype = "bfloat16",
+        batch_size: int = 4,
+        max_pixels: int = 768 * 28 * 28,
+        fps: float = 1.0,
+        max_frames: int = 24,
+        canonical: bool = True,
+    ):
+        if batch_size < 1 or max_frames < 2 or fps <= 0 or max_pixels < _MIN_PIXELS:
+            raise ValueError(
+                f"batch_size {batch_size}, max_frames {max_frames}, fps {fps}, max_pixels "
+                f"{max_pixels}: they must be at least 1, 2, above 0 and at least {_MIN_PIXELS}"
+            )
+        self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
+        self.fps, self.max_frames, self.canonical = fps, max_frames, canonical
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.device = torch.device(
+            ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        )
+        self.version = (
+            f"{signature(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
+            f"{'canonical' if canonical else 'exact'}"
+        )
+        self._loaded = False
+
+    def load(self) -> None:
+        """Read tokenizer and weights, once. ValueError where they are not a judge's."""
+        if self._loaded:
+            return
+        folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
+        self.processor = _read_processor(folder)
+        self.yes, self.no = (
+            torch.tensor(answer_tokens(self.processor.tokenizer, word, self.canonical))
+            for word in ("yes", "no")
+        )
+        self.network = _read_network(folder, self.dtype).to(self.device)
+        self._loaded = True
+
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """P(yes), `batch_size` samples with equally many frames at a time."""
+        self.load()
+        answers = torch.empty(len(batch), len(questions[0]))
+        alike: dict[int, list[int]] = defaultdict(list)
+        frames = [self._frames(batch, i) for i in range(len(batch))]
+        for i, chosen in enumerate(frames):
+            alike[len(chosen)].append(i)
+        for rows in alike.values():
+            for start in range(0, len(rows), self.batch_size):
+                some = rows[start : start + self.batch_size]
+                prefix = self._prefix(batch, some, [frames[i] for i in some])
+                tails = [[self._tail(question) for question in questions[i]] for i in some]
+                answers[some] = self._continue(prefix, pack(tails)).cpu()
+        special = self.processor.tokenizer.all_special_tokens
+        bad = [
+            [any(token in question for token in special) for question in row] for row in questions
+        ]
+        return answers.masked_fill(torch.tensor(bad), torch.nan)
+
+    def _frames(self, batch: MediaBatch, i: int) -> list[int]:
+        total = batch.media.shape[1]
+        if total == 1:
+            return [0]
+        if len(batch.fps) != len(batch):
+            raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
+        return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)
+
+    def _prompt(self, kind: str, question: str) -> str:
+        content = [{"type": kind}, {"type": "text", "text": question}]
+        return self.processor.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+
+    def _tail(self, question: str) -> list[int]:
+        """What follows the media. A special token ends the prefix, so tokens do not cross."""
+        text = self._prompt("image", question).partition(_VISION_END)[2]
+        return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _prefix(
+        self, batch: MediaBatch, rows: Sequence[int], frames: Sequence[Sequence[int]]
+    ) -> dict[str, Any]:
+        """Inputs up to the end of the media, of one length for all rows."""
+        media = [self._shrunk(batch.media[i, list(f)]) for i, f in zip(rows, frames, strict=True)]
+        kind = "image" if batch.media.shape[1] == 1 else "video"
+        text = "".join(self._prompt(kind, "").partition(_VISION_END)[:2])
+        given: dict[str, Any] = {"images": [clip[0] for clip in media]}
+        if kind == "video":
+            total = batch.media.shape[1]
+            given = {"videos": media, "video_metadata": [
+                VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
+                for i, f in zip(rows, frames, strict=True)
+            ], "do_sample_frames": False}  # fmt: skip
+        inputs = self.processor(
+            text=[text] * len(rows), do_resize=False, do_rescale=False, return_tensors="pt", **given
+        )
+        unused = ("attention_mask", "video_metadata")
+        inputs = {name: value for name, value in inputs.items() if name not in unused}
+        if "second_per_grid_ts" in inputs:
+            inputs["second_per_grid_ts"] = torch.as_tensor(inputs["second_per_grid_ts"])
+        return {name: value.to(self.device) for name, value in inputs.items()}
+
+    def _shrunk(self, frames: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "F 3 h w"]:
+        vision = self.processor.image_processor
+        factor = vision.patch_size * vision.merge_size
+        _, _, height, width = frames.shape
+        height, width = fitted(height, width, _MIN_PIXELS, self.max_pixels, factor)
+        frames = resized(frames.float().clamp(0, 1), height, width).clamp(0, 1)
+        return (frames * 255).round() / 255
+
+    @torch.no_grad()
+    def _continue(
+        self, prefix: dict[str, Any], questions: "Packed"
+    ) -> Float[Tensor, "n questions"]:
+        core = self.network.model
+        grids = {k: v for k, v in prefix.items() if k.endswith(("_grid_thw", "_grid_ts"))}
+        positions, _ = core.get_rope_index(
+            prefix["input_ids"], mm_token_type_ids=prefix["mm_token_type_ids"], **grids
+        )
+        seen = core(**prefix, position_ids=positions, use_cache=True)
+        questions = questions.to(self.device)
+        # The prefix ends in a text token, whose successor's position is the next integer. The
+        # model's own rope_deltas would start after the largest temporal position of a video.
+        hidden = core.language_model(
+            inputs_embeds=core.get_input_embeddings()(questions.tokens),
+            position_ids=positions[:, :, -1:] + 1 + questions.offset,
+            past_key_values=seen.past_key_values,
+            attention_mask=questions.mask(positions.shape[-1]),
+            use_cache=True,
+        ).last_hidden_state
+        last = questions.last[..., None].expand(-1, -1, hidden.shape[-1])
+        logits = self.network.lm_head(hidden.gather(1, last)).float()
+        yes, no = logits[..., self.yes].logsumexp(-1), logits[..., self.no].logsumexp(-1)
+        return (yes - no).sigmoid()
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The questions of each sample one after the other in a row of T tokens."""
+
+    tokens: Int[Tensor, "n T"]
+    owner: Int[Tensor, "n T"]
+    """Which question a token belongs to; -1 is padding."""
+    offset: Int[Tensor, "n T"]
+    """How far a token is from the first of its question."""
+    last: Int[Tensor, "n questions"]
+    """Where each question ends."""
+
+    def mask(self, prefix: int) -> Bool[Tensor, "n 1 T L"]:
+        """What a token may attend to: the whole prefix, and its own question up to itself."""
+        own = (self.owner[:, :, None] == self.owner[:, None, :]).tril()
+        return torch.cat([own.new_ones(*own.shape[:2], prefix), own], dim=2)[:, None]
+
+    def to(self, device: torch.device) -> "Packed":
+        """The same on another device."""
+        return Packed(
+            self.tokens.to(device), self.owner.to(device),
+            self.offset.to(device), self.last.to(device),
+        )  # fmt: skip
+
+
+def pack(questions: Sequence[Sequence[Sequence[int]]]) -> Packed:
+    """Tokens of every question of every sample, shorter rows padded on the right."""
+
+    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+        return pad_sequence([torch.tensor(r) for r in rows], True, value)
+
+    lengths = torch.tensor([[len(question) for question in row] for row in questions])
+    tokens = [[token for question in row for token in question] for row in questions]
+    owner = [[i for i, question in enumerate(row) for _ in question] for row in questions]
+    offset = [[k for question in row for k in range(len(question))] for row in questions]
+    return Packed(padded(tokens, 0), padded(owner, -1), padded(offset, 0), lengths.cumsum(1) - 1)
+
+
+def answer_tokens(
+    tokenizer: PreTrainedTokenizerBase, word: str, canonical: bool = True
+) -> list[int]:
+    """Tokens that say the word, in any spelling or only capitalised.
+
+    Raises:
+        ValueError: where no spelling is one token.
+    """
+    spellings = [word, word.capitalize(), word.upper()] if canonical else [word.capitalize()]
+    spellings += [f" {spelling}" for spelling in spellings] if canonical else []
+    encoded = [tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
+    single = sorted({tokens[0] for tokens in encoded if len(tokens) == 1})
+    if not single:
+        raise ValueError(f"the tokenizer has no single token for any of {spellings}")
+    return single
+
+
+def _read_processor(folder: Path) -> Any:
+    kind = read_json(folder / "config.json").get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{folder} holds a {kind}; a judge is one of {', '.join(ARCHITECTURES)}")
+    try:
+        return AutoProcessor.from_pretrained(folder)
+    except OSError as error:
+        raise ValueError(
+            f"{folder} has no processor: {' '.join(str(error).split())[:200]}"
+        ) from error
+
+
+def _read_network(folder: Path, dtype: torch.dtype) -> Any:
+    """The native class: a subclass would lose its language model when old keys are renamed."""
+    try:
+        loaded: Any = AutoModelForImageTextToText.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+        network, info = loaded
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ValueError(
+            f"{folder} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
+    wrong = {what: sorted(map(str, info[f"{what}_keys"])) for what in ("missing", "unexpected")}
+    wrong |= {"mismatched": [str(key[0]) for key in info["mismatched_keys"]]}
+    wrong |= {"not finite": [k for k, p in network.named_parameters() if not p.isfinite().all()]}
+    found = [f"{len(keys)} {what}: {', '.join(keys[:3])}" for what, keys in wrong.items() if keys]
+    if found:
+        raise ValueError("\n".join([f"{folder} does not fit {type(network).__name__}", *found]))
+    return network.eval().requires_grad_(False)

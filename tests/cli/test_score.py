@@ -1,0 +1,179 @@
+"""`flowalign score`, from the command to the exit code."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pyarrow import parquet
+
+from flowalign import score_command, scoring
+from flowalign.config import ConfigError
+from tests.scoring_rewards import picture
+
+ROOT = Path(__file__).parents[2]
+REWARD = "tests.scoring_rewards.Brightness"
+
+
+def dataset(folder: Path, count: int, missing: int = 0) -> str:
+    rows = []
+    for k in range(count):
+        picture(folder / f"{k}.png", k, ((12, 8), (8, 12))[k % 2])
+        rows.append({"prompt": f"prompt {k}", "image": f"{k}.png", "ratings": [k / 4]})
+    for k in range(missing):
+        (folder / f"{k}.png").unlink()
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def score(*argv: object) -> int:
+    parser = argparse.ArgumentParser()
+    score_command.add_arguments(parser)
+    return score_command.run(parser.parse_args([str(arg) for arg in argv]))
+
+
+def rows(folder: Path, kind: str = "parquet") -> list[dict]:
+    if kind == "parquet":
+        return parquet.read_table(folder / "scores.parquet").to_pylist()
+    return [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(scoring, "RECORDS_PER_PART", 8)
+
+
+def test_both_formats_hold_the_same_rows_and_zero_says_that_all_is_well(tmp_path):
+    data, out = dataset(tmp_path, 20), tmp_path / "out"
+    assert score(data, "--rewards", REWARD, "--out", out) == 0
+    assert score(data, "--rewards", REWARD, "--out", out, "--format", "jsonl") == 0
+    table = parquet.read_table(out / "scores.parquet")
+    assert table.to_pylist() == rows(out, "jsonl")
+    assert [row["prompt"] for row in rows(out)] == [f"prompt {k}" for k in range(20)]
+    types = {field.name: str(field.type) for field in table.schema}
+    assert (types["medium"], types["brightness"], types["brightness_valid"]) == (
+        "int64", "double", "bool",
+    )  # fmt: skip
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["schema"], summary["rows"]) == ("complete", "generic", 20)
+    assert summary["fingerprint"] == rows(out)[0]["fingerprint"]
+    assert "brightness" in (out / "scores.html").read_text()
+
+
+def test_several_rewards_of_a_file_are_columns_of_one_table(tmp_path):
+    data = dataset(tmp_path, 3)
+    rewards = tmp_path / "rewards.yaml"
+    rewards.write_text(
+        f"rewards:\n- class_path: {REWARD}\n- class_path: tests.scoring_rewards.Still\n"
+    )
+    assert score(data, "--rewards", rewards, "--out", tmp_path / "out") == 0
+    assert all(row["redness_valid"] and row["contrast_valid"] for row in rows(tmp_path / "out"))
+
+
+def test_too_many_failures_are_exit_code_1_and_the_summary_says_so(tmp_path, capsys):
+    data, out = dataset(tmp_path, 20, missing=3), tmp_path / "out"
+    assert score(data, "--rewards", REWARD, "--out", out) == 1
+    assert "3 of 20 rows failed" in capsys.readouterr().err
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["failed"], summary["reasons"]) == (3, {"missing file": 3})
+    assert [row["brightness_valid"] for row in rows(out)] == [False] * 3 + [True] * 17
+    assert score(data, "--rewards", REWARD, "--out", out, "--max_failed_fraction", 0.15) == 0
+
+
+def test_a_job_that_stops_early_leaves_a_summary(tmp_path):
+    data, out = dataset(tmp_path, 200, missing=100), tmp_path / "out"
+    assert score(data, "--rewards", REWARD, "--out", out) == 1
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["rows"], summary["failed"]) == ("stopped", 104, 100)
+    assert not (out / "scores.parquet").exists()
+
+
+def test_other_settings_are_refused_by_name_before_anything_is_loaded(tmp_path, monkeypatch):
+    data, out = dataset(tmp_path, 4), tmp_path / "out"
+    assert score(data, "--rewards", REWARD, "--out", out) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("tests.scoring_rewards.Brightness.load", pytest.fail)
+        with pytest.raises(ConfigError, match="limit differ;\nlimit was 'None', now '3'"):
+            score(data, "--rewards", REWARD, "--out", out, "--limit", 3)
+        with pytest.raises(ConfigError, match="rewards differ"):
+            score(data, "--rewards", "tests.scoring_rewards.Still", "--out", out)
+    with Path(data).open("a") as file:
+        file.write('{"prompt": "more", "image": "0.png"}\n')
+    with pytest.raises(ConfigError, match="identity differ"):
+        score(data, "--rewards", REWARD, "--out", out)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--batch_size", 0, "--batch_size is 0; it must be at least 1"),
+        ("--max_failed_fraction", 2, r"2.0 is outside \[0, 1\]"),
+        ("--shard", "2/2", "'2/2' is not i/n"),
+        ("--schema", "pick", "'pick' is unknown"),
+        ("--root", "nowhere", "'nowhere', does not exist"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path, option, value, message):
+    data = dataset(tmp_path, 1)
+    with pytest.raises(ConfigError, match=message):
+        score(data, "--rewards", REWARD, "--out", tmp_path / "out", option, value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_run_by_hand_are_merged_by_a_run_without_one(tmp_path):
+    data, out = dataset(tmp_path, 40), tmp_path / "out"
+    log = tmp_path / "log"
+    rewards = tmp_path / "rewards.yaml"
+    rewards.write_text(f"rewards:\n- class_path: {REWARD}\n  init_args:\n    log: {log}\n")
+    for i in range(2):
+        assert score(data, "--rewards", rewards, "--out", out, "--shard", f"{i}/2") == 0
+        assert not (out / "scores.parquet").exists()
+    assert score(data, "--rewards", rewards, "--out", out) == 0
+    assert [row["prompt"] for row in rows(out)] == [f"prompt {k}" for k in range(40)]
+    assert len(log.read_text().splitlines()) == 40
+
+
+def test_the_limit_is_of_records(tmp_path):
+    data = dataset(tmp_path, 20)
+    assert score(data, "--rewards", REWARD, "--out", tmp_path / "out", "--limit", 11) == 0
+    assert len(rows(tmp_path / "out")) == 11
+
+
+def test_each_of_several_processes_gets_the_same_options(tmp_path):
+    parser = argparse.ArgumentParser()
+    score_command.add_arguments(parser)
+    args = parser.parse_args(["data", "--rewards", "r", "--out", "o", "--processes", "3",
+                              "--limit", "7", "--max_failed_fraction", "0.5"])  # fmt: skip
+    command = score_command._shard_command(args, 1)
+    again = parser.parse_args(command[3:])
+    assert (again.shard, again.processes) == ("1/3", 1)
+    same = set(vars(args)) - {"shard", "processes"}
+    assert {name: vars(again)[name] for name in same} == {name: vars(args)[name] for name in same}
+
+
+def command(data: str, out: Path, *options: str) -> list[str]:
+    return [sys.executable, "-m", "flowalign.score_command", data, "--rewards", REWARD, "--out",
+            str(out), "--format", "jsonl", *options]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
+    data = dataset(tmp_path, 600)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    assert score(data, "--rewards", REWARD, "--out", tmp_path / "one", "--format", "jsonl") == 0
+    out = tmp_path / "two"
+    victim = subprocess.Popen(command(data, out, "--shard", "0/2"), cwd=ROOT, env=environment)
+    while not list(out.glob("parts/*.jsonl")):
+        time.sleep(0.01)
+        assert victim.poll() is None
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait() == -signal.SIGKILL
+    subprocess.run(command(data, out, "--processes", "2"), cwd=ROOT, env=environment, check=True)
+    assert (out / "scores.jsonl").read_bytes() == (tmp_path / "one/scores.jsonl").read_bytes()
