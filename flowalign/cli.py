@@ -5,10 +5,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flowalign import __version__, score_command, serve_command
+from flowalign import __version__, serve_command
 from flowalign.launch import relaunch
 from flowalign.reward_training import command as reward_command
 from flowalign.reward_training import eval as reward_eval
+from flowalign.scoring import command as score_command
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes

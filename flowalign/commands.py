@@ -12,9 +12,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flowalign import checkpoint, score_command, serve_command
-from flowalign.config import ConfigError, Run, load
+from flowalign import checkpoint, serve_command
+from flowalign.config import Run, load
 from flowalign.console import table
+from flowalign.errors import ConfigError
 from flowalign.exploration import is_calibrating
 from flowalign.launch import relaunch
 from flowalign.learner import TrainingFailure
@@ -22,6 +23,7 @@ from flowalign.plan import plan
 from flowalign.reward_training import command as reward_command
 from flowalign.reward_training import eval as reward_eval
 from flowalign.rewards import RewardFailure, Rewards
+from flowalign.scoring import command as score_command
 
 MAX_LINES = 5
 

@@ -19,7 +19,8 @@ from flowalign import checkpoint
 from flowalign.comparison import Comparison, Curve, Method, Point
 from flowalign.comparison import compare as compared
 from flowalign.comparison_page import write_comparison
-from flowalign.config import ConfigError, Run, load
+from flowalign.config import Run, load
+from flowalign.errors import ConfigError
 from flowalign.jobs import Job, run_all
 from flowalign.learner import TrainingFailure
 from flowalign.plan import plan

@@ -16,6 +16,7 @@ from flowalign.calibration import Calibration
 from flowalign.checkpoint import Checkpoints
 from flowalign.costs import Costs
 from flowalign.data import read_metadata
+from flowalign.errors import ConfigError
 from flowalign.evaluate import Evaluation
 from flowalign.functional.transition import FlowSDE
 from flowalign.learner import Optimizer
@@ -24,10 +25,6 @@ from flowalign.recipe import Online
 from flowalign.rewards import Rewards
 from flowalign.types import Policy, RewardModel
 from flowalign.windows import AllButLast, Fixed
-
-
-class ConfigError(ValueError):
-    """A run file or an override that cannot be used; says which value and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.paths import bundled
 from flowalign.types import RewardModel
 

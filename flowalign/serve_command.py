@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    from flowalign.config import ConfigError
+    from flowalign.errors import ConfigError
     from flowalign.reward_config import load_rewards
     from flowalign.serving import Limits, Service
 

@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from flowalign import scoring
 from flowalign.readers import open_dataset
+from flowalign.scoring import job as scoring
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 

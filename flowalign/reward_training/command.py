@@ -20,8 +20,8 @@ def run_train(args: argparse.Namespace) -> int:
 
     from rich.console import Console
 
-    from flowalign.config import ConfigError
     from flowalign.console import table
+    from flowalign.errors import ConfigError
     from flowalign.reward_training.run import MODEL, load_run, train
 
     run, config = load_run(args.config, args.overrides)

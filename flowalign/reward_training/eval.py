@@ -127,7 +127,7 @@ def _score_first(args: argparse.Namespace) -> int:
         raise ValueError("--rewards needs --out, the folder that the scores are written to")
     passed = [text for name, value in options.items() if value is not None
               for text in (f"--{name}", str(value))]  # fmt: skip
-    command = [sys.executable, "-m", "flowalign.score_command", args.data]
+    command = [sys.executable, "-m", "flowalign.scoring.command", args.data]
     command += ["--rewards", args.rewards, "--out", args.out, *passed]
     code = subprocess.run(command, check=False).returncode
     args.data = args.out

@@ -10,7 +10,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.functional.rating import Features
 from flowalign.learner import Optimizer
 from flowalign.paths import bundled, write_text

@@ -13,7 +13,8 @@ import torch
 import yaml
 
 from flowalign import cli, commands
-from flowalign.config import ConfigError, load
+from flowalign.config import load
+from flowalign.errors import ConfigError
 from flowalign.plan import plan
 from flowalign.windows import Fixed
 from pipelines.sd3 import SD3

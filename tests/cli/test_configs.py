@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from flowalign.config import ConfigError, load
+from flowalign.config import load
+from flowalign.errors import ConfigError
 from flowalign.plan import plan
 from pipelines.flux1 import LORA
 

@@ -9,12 +9,12 @@ import subprocess
 import pytest
 import torch
 
-from flowalign import score_command
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.functional.agreement import pairs_within
 from flowalign.reward_training import eval as reward_eval
 from flowalign.reward_training.eval import Settings, add_eval_arguments, evaluate, run_eval
 from flowalign.reward_training.pairs import both_orders, pairs, read_scores
+from flowalign.scoring import command as score_command
 
 
 def medium(record, k, score, valid=True, prompt=None, **said):
@@ -239,7 +239,7 @@ def test_a_dataset_is_scored_first_by_the_verb_that_does_it(tmp_path, monkeypatc
     seen = []
 
     def score(command, check):
-        assert command[1:3] == ["-m", "flowalign.score_command"]
+        assert command[1:3] == ["-m", "flowalign.scoring.command"]
         seen.append(parser.parse_args(command[3:]))
         write(tmp_path, RANKED)
         return subprocess.CompletedProcess(command, 0)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from flowalign import score_command, scoring
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
+from flowalign.scoring import command as score_command
+from flowalign.scoring import job as scoring
 from tests.scoring_rewards import picture
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +159,7 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
 
 
 def command(data: str, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "flowalign.score_command", data, "--rewards", REWARD, "--out",
+    return [sys.executable, "-m", "flowalign.scoring.command", data, "--rewards", REWARD, "--out",
             str(out), "--format", "jsonl", *options]  # fmt: skip
 
 

@@ -76,6 +76,15 @@ def test_passes_of_edit_score_reduce_as_the_reference_does_for_one_image(row):
     torch.testing.assert_close(found.tolist(), expected, atol=1e-6, rtol=0)
 
 
+def test_an_edit_that_changes_too_much_costs_its_overall_score_unless_only_following_counts():
+    """By hand: following 10, faithfulness 2, quality 4.5; sqrt(2 * 4.5) = 3."""
+    passes = torch.tensor([[10.0, 2.0, 2.0, 4.5]], dtype=torch.float64)
+    assert reduce_passes(passes).tolist() == [10, 2, 4.5, 3]
+    assert reduce_passes(passes, "average_first").tolist() == [10, 2, 4.5, 3]
+    following = reduce_passes(passes, "average_first_following")
+    assert following[3].item() == pytest.approx(math.sqrt(45))
+
+
 def _edits(row):
     """(passes that could be read, all of them, result) of every edit in a batch."""
     half = len(row["passes"][0]) // 2
@@ -189,6 +198,13 @@ def test_sections_of_rational_rewards_are_read_and_averaged_as_by_flow_factory(r
     assert scores == pytest.approx(given, nan_ok=True)
     expected = None if isinstance(row["reward"], dict) else row["reward"]
     assert reading(overall, scores) == pytest.approx(expected)
+
+
+def test_a_score_in_the_summary_belongs_to_no_section():
+    text = "1. Text Faithfulness:\n## Score: 3\n3. Text Rendering:\n# Summary: so\n## Score: 1"
+    scores = section_scores(text, T2I)
+    assert scores["text_faithfulness"] == 3
+    assert math.isnan(scores["text_rendering"])
 
 
 @pytest.mark.parametrize("row", CORPUS["rational_pairwise"], ids=lambda row: row["text"][60:90])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.reward_config import load_rewards
 from flowalign.types import MediaBatch
 from reward_models.ocr import (

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.records import Media
 from flowalign.reward_training.command import add_train_arguments, run_train
 from flowalign.reward_training.embeddings import Embeddings, Sample, embed_samples

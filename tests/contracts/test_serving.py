@@ -13,7 +13,7 @@ import uvicorn
 from PIL import Image
 from torch.testing import assert_close
 
-from flowalign.config import ConfigError
+from flowalign.errors import ConfigError
 from flowalign.serve_command import application, is_loopback, run, snippet
 from flowalign.serving import Limits, Service
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec

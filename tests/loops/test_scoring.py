@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from flowalign import scoring
 from flowalign.readers import open_dataset
-from flowalign.score_table import Parts, agree, alone
-from flowalign.scoring import Job, Speed, Tally, TooManyFailed, finish, run
+from flowalign.scoring import job as scoring
+from flowalign.scoring.job import Job, Speed, Tally, TooManyFailed, finish, run
+from flowalign.scoring.table import Parts, agree, alone
 from flowalign.types import RewardModel, RewardOutput
 from tests.scoring_rewards import Brightness, Moving, Still, Wins, picture, video
 

@@ -14,8 +14,8 @@ from typing import Any
 from flowalign.paths import write_text
 from flowalign.readers import Dataset
 from flowalign.records import Record
-from flowalign.score_rows import Column, Item, assemble, prepare, score, unscored
-from flowalign.score_table import FIXED, Parts, Row, merge
+from flowalign.scoring.rows import Column, Item, assemble, prepare, score, unscored
+from flowalign.scoring.table import FIXED, Parts, Row, merge
 from flowalign.types import RewardModel
 
 RECORDS_PER_PART = 256

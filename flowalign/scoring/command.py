@@ -17,7 +17,7 @@ from flowalign.console import table
 
 if TYPE_CHECKING:
     from flowalign.readers import Dataset
-    from flowalign.scoring import Job, Speed, Tally, Watch
+    from flowalign.scoring.job import Job, Speed, Tally, Watch
 
 EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
 _SECONDS_BETWEEN_LINES = 5.0
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: the user can correct it.
     """
-    from flowalign.config import ConfigError
+    from flowalign.errors import ConfigError
 
     try:
         _check(args)
@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One process of several is started as `python -m flowalign.score_command`."""
-    from flowalign.config import ConfigError
+    """One process of several is started as `python -m flowalign.scoring.command`."""
+    from flowalign.errors import ConfigError
 
     parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
     add_arguments(parser)
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from flowalign.score_table import needs_pyarrow
+    from flowalign.scoring.table import needs_pyarrow
 
     for name in ("batch_size", "workers", "limit", "max_frames", "processes"):
         value = vars(args)[name]
@@ -98,9 +98,9 @@ def _run_one(args: argparse.Namespace) -> int:
     """The whole job, or one shard of it."""
     from flowalign.readers import open_dataset
     from flowalign.reward_config import load_rewards
-    from flowalign.score_rows import fingerprint
-    from flowalign.score_table import agree, alone, compare
-    from flowalign.scoring import Job, Speed
+    from flowalign.scoring.job import Job, Speed
+    from flowalign.scoring.rows import fingerprint
+    from flowalign.scoring.table import agree, alone, compare
     from flowalign.types import Loadable
 
     dataset = open_dataset(args.data, args.schema, args.root)
@@ -122,7 +122,7 @@ def _run_one(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
-    from flowalign.scoring import TooManyFailed, run, summarise
+    from flowalign.scoring.job import TooManyFailed, run, summarise
 
     try:
         with _meter(job) as watch:
@@ -138,7 +138,7 @@ def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
 def _run_several(args: argparse.Namespace) -> int:
     """This command once a shard, side by side, and then the table."""
     from flowalign.jobs import Job, run_all
-    from flowalign.score_table import Parts
+    from flowalign.scoring.table import Parts
 
     say = Console().print
     folder = Path(args.out)
@@ -155,10 +155,10 @@ def _run_several(args: argparse.Namespace) -> int:
 
 
 def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
-    from flowalign import score_page
     from flowalign.readers import open_dataset
-    from flowalign.score_table import Parts
-    from flowalign.scoring import TooManyFailed, finish
+    from flowalign.scoring import page as score_page
+    from flowalign.scoring.job import TooManyFailed, finish
+    from flowalign.scoring.table import Parts
 
     folder = Path(args.out)
     tally = finish(folder, blocks, args.format, {**_about(folder), **speed})
@@ -187,7 +187,7 @@ def _failed(why: str) -> int:
 
 def _settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
     """What decides the scores; batches and processes do not."""
-    from flowalign.scoring import RECORDS_PER_PART
+    from flowalign.scoring.job import RECORDS_PER_PART
 
     return {
         "data": str(Path(args.data).resolve()), "root": str(dataset.root.resolve()),
@@ -211,7 +211,7 @@ def _shard(text: str | None) -> tuple[int, int]:
 
 
 def _shard_command(args: argparse.Namespace, i: int) -> list[str]:
-    command = [sys.executable, "-m", "flowalign.score_command", args.data]
+    command = [sys.executable, "-m", "flowalign.scoring.command", args.data]
     for name, value in vars(args).items():
         if name in _PASSED_ON and value is not None:
             command += [f"--{name}", str(value)]

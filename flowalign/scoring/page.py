@@ -22,7 +22,7 @@ from flowalign.functional.agreement import spearman
 from flowalign.media_files import MediaProblem, decode
 from flowalign.paths import write_text
 from flowalign.readers import Dataset
-from flowalign.score_table import Row
+from flowalign.scoring.table import Row
 
 EXAMPLES = 6
 """Media shown at either end of a dimension."""
@@ -103,7 +103,7 @@ def render(
     name: str, findings: Findings, pictures: Mapping[Place, str], summary: Mapping[str, Any]
 ) -> str:
     """The page, self-contained."""
-    template = Path(__file__).with_name("score_page_template.html.j2").read_text("utf-8")
+    template = Path(__file__).with_name("page_template.html.j2").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -1,0 +1,1 @@
+"""`flowalign score`: preference datasets and folders of media, scored at scale."""

@@ -1,0 +1,67 @@
+"""A chat model on a server as the judge of a checklist."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.types import MediaBatch
+from reward_models.chat.client import ChatAnswer, Server
+from reward_models.chat.images import shown
+from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.parsers import shares
+from reward_models.chat.template import describe, read_template
+from reward_models.rule import Unscorable
+from reward_models.yes_no import YesNoJudge
+
+_SAMPLING = Sampling(max_tokens=1)
+
+
+class ServedYesNo(YesNoJudge):
+    """P(yes) / (P(yes) + P(no)) of the first answered token, one conversation per question.
+
+    All questions about all samples are in flight at once; it is the server's prefix cache that
+    computes what questions about one sample share. A video is shown as at most `frames` frames.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        frames: int = 8,
+        template: str = "yes_no",
+        sampling: Sampling = _SAMPLING,
+    ):
+        check_positive(frames=frames)
+        self.frames, self.template = frames, read_template(template, ("question", "media"))
+        self.panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        self.version = self.panel.version(frames=frames, **describe(self.template))
+
+    def load(self) -> None:
+        """See that the server is there and offers the model."""
+        self.panel.client.load()
+
+    def ask(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """See `YesNoJudge`."""
+        self.load()
+        width = len(questions[0]) if questions else 0
+        answers = torch.full((len(batch), width), torch.nan)
+        places, asked = [], []
+        for i, some in enumerate(questions):
+            try:
+                pictures = shown(batch.take([i]), self.frames)
+            except Unscorable:
+                continue  # no answer: NaN
+            for j, question in enumerate(some):
+                places.append((i, j))
+                asked.append([self.template.render(question=question, media=pictures)])
+        for place, verdict in zip(places, self.panel.collect(asked, _read), strict=True):
+            if len(verdict.values):
+                answers[place] = float(verdict.values.mean())
+        return answers
+
+
+def _read(answers: Sequence[ChatAnswer]) -> Sequence[float]:
+    return shares(answers[0], 0, ("yes", "no"))[:1]
