@@ -3,11 +3,13 @@
 import base64
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 Series = dict[int, float]
 """Value by step; NaN where it was measured but not finite."""
@@ -26,19 +28,28 @@ class Panel:
     draw: Callable[[Any, Lines], None]
 
 
-def panels(series: Lines) -> list[Panel]:
-    """The charts of the page, in reading order; those without data are left out."""
+def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
+    """The charts of the page, in reading order; those without data are left out.
+
+    Reward dimensions without weight are watched: they tell whether the others are still worth what
+    they seem to be. Where no weights are known, all have one.
+    """
+    weights = dict.fromkeys((n[7:] for n in series), 1.0) if weights is None else weights
 
     def pick(**names: str) -> Lines:
         return {label: series[name] for label, name in names.items() if name in series}
 
-    reward = {name[7:]: line for name, line in series.items() if name.startswith("reward/")}
-    reward |= pick(weighted="reward_mean")
+    rewards = {name[7:]: line for name, line in series.items() if name.startswith("reward/")}
+    watched = {dim: line for dim, line in rewards.items() if not weights.get(dim)}
+    optimised = {dim: line for dim, line in rewards.items() if dim not in watched}
+    optimised |= pick(weighted="reward_mean")
     times = pick(sampling="timing/sample", reward="timing/reward", update="timing/update")
     clips = pick(above="clip_frac_high", below="clip_frac_low")
     ratio = pick(mean="ratio_mean", std="ratio_std")
     found = [
-        Panel("Training reward", "mean of a step", reward, _smoothed),
+        Panel("Training reward", "mean of a step", optimised, _smoothed),
+        Panel("Training reward, only watched", "mean of a step", watched, _smoothed),
+        Panel("Held out: optimised and watched", "change", _changes(series, weights), _points),
         *_evaluation(series),
         Panel("Ratio of new to old policy", "ratio - 1", ratio, _band),
         Panel("Clipped transitions", "share", clips, _curves),
@@ -48,6 +59,32 @@ def panels(series: Lines) -> list[Panel]:
         Panel("Time of a step", "seconds", times, _stack),
     ]
     return [panel for panel in found if panel.lines]
+
+
+def weights_in(config: Path) -> dict[str, float] | None:
+    """Of the reward dimensions, as a run file says."""
+    content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None
+    return content.get("reward_weights") if isinstance(content, dict) else None
+
+
+def _changes(series: Lines, weights: Mapping[str, float]) -> Lines:
+    """Held-out change of the weighted sum and of each watched dimension since the first evaluation.
+
+    Empty where nothing is watched.
+    """
+    known = {name[5:]: line for name, line in series.items() if name.startswith("eval/")}
+    dims = [d for d in known if "/" not in d and f"reward/{d}" in series]
+    watched = [d for d in dims if not weights.get(d)]
+    if not watched or len(watched) == len(dims):
+        return {}
+    steps = sorted(set.intersection(*(set(known[d]) for d in dims)))
+
+    def change(parts: Mapping[str, float]) -> Series:
+        total = {k: sum(w * known[d][k] for d, w in parts.items()) for k in steps}
+        return {k: value - total[steps[0]] for k, value in total.items()}
+
+    optimised = {d: weights[d] for d in dims if d not in watched}
+    return {"optimised": change(optimised)} | {d: change({d: 1.0}) for d in watched}
 
 
 def _evaluation(series: Lines) -> list[Panel]:
@@ -81,8 +118,11 @@ def chart(panel: Panel) -> str:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-        if len(axes.get_legend_handles_labels()[0]) > 1:
-            axes.figure.legend(loc="outside upper left", ncols=3, frameon=False, handlelength=1.2)
+        labels = axes.get_legend_handles_labels()[1]
+        if len(labels) > 1:
+            columns = 2 if max(map(len, labels)) > 11 else 3
+            place = {"loc": "outside upper left", "ncols": columns}
+            axes.figure.legend(frameon=False, handlelength=1.2, **place)
 
     return drawn(draw, (320, 210))
 

@@ -2,4 +2,4 @@
 
 
 class ConfigError(ValueError):
-    """A run file, an option or an override that cannot be used: which value, and what is allowed."""
+    """A run file, an option or an override that cannot be used: which value, what is allowed."""

@@ -21,7 +21,7 @@ from PIL import Image
 
 from flowalign.calibration import read_calibration
 from flowalign.calibration_chart import draw_calibration
-from flowalign.charts import Lines, chart, data_address, num_smoothed, panels
+from flowalign.charts import Lines, chart, data_address, num_smoothed, panels, weights_in
 from flowalign.console import duration
 from flowalign.tracking import read_metrics
 
@@ -76,7 +76,7 @@ def write_report(folder: Path) -> Path:
         verdict=verdict(changes, summary, series),
         tiles=tiles(changes, summary),
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
-        panels=[(panel, chart(panel)) for panel in panels(series)],
+        panels=[(panel, chart(panel)) for panel in panels(series, weights_in(config))],
         samples=samples(folder / "samples"),
         credit=credit(folder / "credit"),
         calibration=calibration(folder / "calibration.json"),

@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn
     from rich.console import Console
 
-    say = Console(stderr=True, highlight=False).print
+    say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
     say(f"rewards on http://{args.host}:{args.port}: /health /spec /score. In a run file:")
     say(snippet(service, f"http://{args.host}:{args.port}"))
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning", access_log=False)

@@ -87,7 +87,7 @@ def run_eval(args: argparse.Namespace) -> int:
         code = _score_first(args)
         return code or _evaluate(args)
     except ValueError as error:
-        from flowalign.config import ConfigError  # imports what trains: seconds
+        from flowalign.errors import ConfigError
 
         raise ConfigError(str(error)) from error
 

@@ -1,6 +1,8 @@
 """EditScore: how well an edit follows its instruction, keeps the rest, and looks.
 
-Computed as its released code does, except that an answer that cannot be read is a failure.
+Computed as its released code does, except that an answer that cannot be read is a failure. The
+bundled prompts ask for the published answer format in our words; scores are those of the paper
+only under the published texts (`sc_template`, `pq_template`).
 """
 
 from collections.abc import Sequence

@@ -47,8 +47,8 @@ def totals(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, 
 class RationalPair(PairJudge):
     """Compares two images, or two edits of one source, by the totals of their section scores.
 
-    The prompt is a reconstruction that asks for the published answer format; give the published
-    text as `template`.
+    The bundled prompt asks for the published answer format in our words; scores are those of the
+    paper only under the published text (`template`).
     """
 
     def __init__(

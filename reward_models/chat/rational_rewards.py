@@ -1,6 +1,7 @@
 """RationalRewards: an image, or an edit, judged section by section with reasons.
 
-Scores from 1 to 4 become 0 to 1.
+Scores from 1 to 4 become 0 to 1. The bundled prompts ask for the published answer format in our
+words; scores are those of the paper only under the published text (`template`).
 """
 
 import math

@@ -1,6 +1,7 @@
 """UnifiedReward: scores of one image, or which of two is better.
 
-Scores from 1 to 5 are the model's own scale.
+Scores from 1 to 5 are the model's own scale. The bundled prompts ask for the published answer
+formats in our words; scores are those of the papers only under the published text (`template`).
 """
 
 import math
@@ -109,8 +110,7 @@ class UnifiedRewardPoint(ChatJudge):
 class UnifiedRewardPair(PairJudge):
     """Says which of two images, or of two videos (as frames), fits the prompt better.
 
-    `plain` is UnifiedReward 1.0; `think` reasons first. The prompt of `think` is a reconstruction
-    that asks for the published answer format; give the published text as `template`.
+    `plain` is UnifiedReward 1.0; `think` reasons first.
     """
 
     def __init__(

@@ -1,6 +1,8 @@
 """VideoScore2: visual quality, alignment with the prompt and physical plausibility of a video.
 
-`upstream` is how its released code weighs the digits.
+`upstream` is how its released code weighs the digits. The bundled prompt asks for the published
+answer format in our words; scores are those of the paper only under the published text
+(`template`).
 """
 
 import math

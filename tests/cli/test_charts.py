@@ -57,3 +57,26 @@ def test_the_spread_of_a_single_ratio_is_a_bar_and_of_many_a_band():
 def test_every_evaluated_step_is_a_point():
     """The first of two lines: steps 0, 10, 20, 30 and 39, and its entry in the legend."""
     assert num_points(drawing_of("Held-out colour", rows())) == 6
+
+
+def test_what_is_not_weighted_is_watched_beside_what_is():
+    series = {
+        "reward/good": {0: 0.1, 1: 0.2}, "reward/truth": {0: 0.5, 1: 0.4}, "reward_mean": {0: 0.2},
+        "eval/good": {0: 1.0, 5: 1.5}, "eval/truth": {0: 0.7, 5: 0.6}, "eval/seen/good": {0: 9.0},
+        "eval/diversity": {0: 1.0, 5: 0.9},
+    }  # fmt: skip
+    made = {panel.title: panel.lines for panel in charts.panels(series, {"good": 2.0})}
+    assert set(made["Training reward"]) == {"good", "weighted"}
+    assert set(made["Training reward, only watched"]) == {"truth"}
+    both = made["Held out: optimised and watched"]
+    assert both["optimised"] == {0: 0.0, 5: pytest.approx(1.0)}
+    assert both["truth"] == {0: 0.0, 5: pytest.approx(-0.1)}
+    everything = {panel.title for panel in charts.panels(series)}
+    assert "Held out: optimised and watched" not in everything
+
+
+def test_weights_are_read_from_the_run_file(tmp_path):
+    file = tmp_path / "config.yaml"
+    assert charts.weights_in(file) is None
+    file.write_text("reward_weights: {good: 2.0}\n")
+    assert charts.weights_in(file) == {"good": 2.0}

@@ -46,16 +46,8 @@ def _no_curves(monkeypatch):
 
 def judged(cfg, learner, trajectory, rewards=None):
     seen = []
-    judge(
-        cfg,
-        learner,
-        state_values(
-            cfg,
-            learner,
-            state_values(cfg, learner, rewards or new_rewards(), trajectory),
-            seen.append,
-        ),
-    )
+    values = state_values(cfg, learner, rewards or new_rewards(), trajectory)
+    judge(cfg, learner, values, seen.append)
     return seen[0]
 
 

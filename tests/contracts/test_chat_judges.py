@@ -293,7 +293,7 @@ def test_edits_are_shown_with_their_source_first_and_scored_by_their_weakest_sid
     pair, alone = sorted(serve.running[0].requests, key=lambda r: -len(r.pictures))
     assert [p.shape for p in pair.pictures] == [(6, 6, 3), (4, 4, 3)]
     assert "Editing instruction: make it red" in pair.text
-    assert "From scale 0 to 25" in pair.text
+    assert "both from 0 to 25" in pair.text
     assert "make it red" not in alone.text
     assert [p.shape for p in alone.pictures] == [(4, 4, 3)]
 

@@ -213,19 +213,15 @@ def test_left_over_half_written_folders_are_neither_resumed_nor_counted(tmp_path
     checkpoint.check_complete(second)
 
 
-def _disk_of(num_bytes):
-    """Files cannot grow beyond this; safetensors then fails the way it does on a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-
-
 @pytest.fixture
 def full_disk():
-    """A call makes the disk full; afterwards it is as before."""
+    """A call makes the disk full, from any thread; afterwards it is as before.
+
+    Files cannot grow beyond ten kilobytes; safetensors then fails the way it does on a full disk.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.getsignal(signal.SIGXFSZ)
-    yield lambda: _disk_of(10_000)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     signal.signal(signal.SIGXFSZ, handler)
 
