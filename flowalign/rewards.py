@@ -169,6 +169,8 @@ def part_of(output: RewardOutput, start: int, stop: int) -> RewardOutput:
 
 def joined_batches(batches: Sequence[MediaBatch]) -> MediaBatch:
     """The samples of several batches, one after another."""
+    if len(batches) == 1:
+        return batches[0]
     return MediaBatch(
         torch.cat([b.media for b in batches]),
         [p for b in batches for p in b.prompts],

@@ -104,12 +104,13 @@ def application(service):
     @app.post("/score")
     async def score(request: Request) -> JSONResponse:
         service.check_token(request.headers.get("authorization"))
-        body = bytearray()
+        chunks, size = [], 0
         async for chunk in request.stream():
-            body += chunk
-            if len(body) > most:
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most:
                 raise Refused(413, f"a request may have {service.limits.max_request_mb:g} MB")
         kind = request.headers.get("content-type", "")
-        return JSONResponse(await service.score(bytes(body), kind))
+        return JSONResponse(await service.score(b"".join(chunks), kind))
 
     return app

@@ -1,15 +1,20 @@
 """A reward model behind `flowalign serve-reward`, used like any other."""
 
+import json
 import os
 import random
 import time
 import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from flowalign.wire import CONTENT_TYPE, VERSION, Pixels, output_from_json, pack_batch
+from flowalign.wire import CONTENT_TYPE, VERSION, Piece, Pixels, output_from_json, pack_batch
 
 _TRANSIENT = (429, 500, 502, 503, 504)
 
@@ -50,7 +55,7 @@ class RemoteReward(RewardModel, Loadable):
             scale=(-torch.inf, torch.inf), licence="that of the server's model",
             version=f"{url} {pixels}",
         )  # fmt: skip
-        self._http: Any = None
+        self._loaded = False
 
     def load(self) -> None:
         """Wait for the server to be ready, and take over its declaration.
@@ -58,11 +63,14 @@ class RemoteReward(RewardModel, Loadable):
         Raises:
             ValueError: it cannot be reached, failed to load, or serves other dimensions.
         """
-        if self._http is not None:
+        if self._loaded:
             return
-        http = self._client()
-        self._wait_until_ready(http)
-        content = self._get(http, "/spec")
+        token = os.environ.get(self.token_env)
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        # a little longer than the server's deadline, so that its answer is heard
+        self._server = _Connection(self.url, self.timeout + 2, headers)
+        self._wait_until_ready()
+        content = self._specs()
         specs = {row["name"]: row for row in content["models"]}
         if content["version"] != VERSION:
             raise ValueError(f"{self.url} speaks version {content['version']}, not {VERSION}")
@@ -81,7 +89,7 @@ class RemoteReward(RewardModel, Loadable):
             normalisation=theirs["normalisation"],
             version=f"{theirs['fingerprint']} {self.pixels}",
         )  # fmt: skip
-        self._http = http
+        self._loaded = True
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Scores in requests of `batch_size` samples; group-wise models get all at once."""
@@ -93,7 +101,7 @@ class RemoteReward(RewardModel, Loadable):
         spread, extras = values.clone(), [{} for _ in range(len(batch))]
         for start in range(0, len(good), max(size, 1)):
             rows = good[start : start + size]
-            answer = self._ask(batch.take(rows))
+            answer = self._ask(batch if len(rows) == len(batch) else batch.take(rows))
             values[rows] = answer.values
             if answer.uncertainty is not None:
                 spread[rows] = answer.uncertainty
@@ -116,56 +124,79 @@ class RemoteReward(RewardModel, Loadable):
         reason = f"{self.url} failed {self.retries + 1} times, last with {answer}"
         return RewardOutput.build(self.spec, nothing, dict.fromkeys(range(len(batch)), reason))
 
-    def _post(self, message: bytes, count: int) -> RewardOutput | str:
+    def _post(self, message: Sequence[Piece], count: int) -> RewardOutput | str:
         """Scores, or why there are none this time. ValueError where asking again is no use."""
-        import httpx
-
         try:
-            headers = {"content-type": CONTENT_TYPE}
-            reply = self._http.post("/score", content=message, headers=headers)
-        except httpx.TransportError as error:
+            status, content = self._server.ask("POST", "/score", message, CONTENT_TYPE)
+        except (OSError, HTTPException) as error:
             return f"{type(error).__name__} {error}"
-        why = f"status {reply.status_code}: {reply.text[:200]}"
-        if reply.status_code not in (200, *_TRANSIENT):
+        why = f"status {status}: {content[:200].decode(errors='replace')}"
+        if status not in (200, *_TRANSIENT):
             raise ValueError(f"{self.url} refuses the request, {why}")
-        if reply.status_code != 200:
+        if status != 200:
             return why
         try:
-            return output_from_json(reply.json(), self.spec, count)
+            return output_from_json(json.loads(content), self.spec, count)
         except ValueError as error:  # cut short, or no JSON at all
             return f"an answer that is none: {error}"
 
-    def _client(self):
-        try:
-            import httpx
-        except ImportError as error:
-            raise ValueError("RemoteReward needs httpx: pip install 'flowalign[serve]'") from error
-        token = os.environ.get(self.token_env)
-        headers = {"authorization": f"Bearer {token}"} if token else {}
-        # a little longer than the server's deadline, so that its answer is heard
-        return httpx.Client(base_url=self.url, headers=headers, timeout=self.timeout + 2)
-
-    def _wait_until_ready(self, http) -> None:
+    def _wait_until_ready(self) -> None:
         """Models load while the server already listens; ValueError when it takes too long."""
-        import httpx
-
-        until, status = time.monotonic() + self.timeout, ""
+        until = time.monotonic() + self.timeout
         while True:
             try:
-                content = http.get("/health").json()
-                status = content["status"]
-                if status == "ready":
-                    return
-                if status == "failed":
-                    raise ValueError(f"{self.url} could not load: {content['reasons']}")
-            except httpx.TransportError as error:
-                status = f"{type(error).__name__} {error}"
-            if time.monotonic() > until or status.startswith("ConnectError"):
-                raise ValueError(f"reward server {self.url} is not ready ({status})")
+                state = json.loads(self._server.ask("GET", "/health")[1])
+            except (OSError, HTTPException, ValueError) as error:
+                raise ValueError(
+                    f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
+                ) from error
+            if state["status"] == "ready":
+                return
+            if state["status"] == "failed":
+                raise ValueError(f"{self.url} could not load: {state['reasons']}")
+            if time.monotonic() > until:
+                raise ValueError(f"reward server {self.url} is not ready ({state['status']})")
             time.sleep(0.2)
 
-    def _get(self, http, path: str) -> dict[str, Any]:
-        reply = http.get(path)
-        if reply.status_code != 200:
-            raise ValueError(f"{self.url}{path}: status {reply.status_code} {reply.text[:200]}")
-        return reply.json()
+    def _specs(self) -> dict[str, Any]:
+        status, content = self._server.ask("GET", "/spec")
+        if status != 200:
+            raise ValueError(f"{self.url}/spec: status {status} {content[:200].decode()}")
+        return json.loads(content)
+
+
+class _Connection:
+    """One connection to a server that is kept open, and opened again where it broke."""
+
+    def __init__(self, url: str, timeout: float, headers: dict[str, str]):
+        parts = urlsplit(url)
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self.http = kind(parts.netloc, timeout=timeout)
+        self.path, self.headers = parts.path, headers
+
+    def ask(
+        self, method: str, path: str, body: Sequence[Piece] = (), content_type: str = ""
+    ) -> tuple[int, bytes]:
+        """Status and content of the answer."""
+        headers = self.headers | {"content-length": str(sum(map(len, body)))}
+        headers |= {"content-type": content_type} if body else {}
+        idle = self.http.sock is not None
+        try:
+            return self._once(method, path, body, headers)
+        except (OSError, HTTPException):
+            self.http.close()
+            if not idle:
+                raise
+        try:  # the server may have closed a connection that was idle
+            return self._once(method, path, body, headers)
+        except (OSError, HTTPException):
+            self.http.close()
+            raise
+
+    def _once(
+        self, method: str, path: str, body: Sequence[Piece], headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        with suppress(BrokenPipeError, ConnectionResetError):  # an answer may be there: too large
+            self.http.request(method, self.path + path, iter(body), headers)
+        reply = self.http.getresponse()
+        return reply.status, reply.read()

@@ -19,7 +19,8 @@ DENSE = "flowalign.credit.gain.Gain"
     ids=["outcome", "dense", "kl"],
 )
 def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
-    small = ["recipe.prompts_per_step=2", "recipe.sampling.samples_per_prompt=3"]
+    sizes = {"prompts_per_step": 2, "sampling.samples_per_prompt": 3, "sampling.num_steps": 4}
+    small = [f"recipe.{name}={size}" for name, size in sizes.items()]
     run, _ = load("configs/shapes.yaml", [*small, *overrides])
     run.policy.load(torch.device("cpu"))
     learner, costs = new_learner(policy=run.policy), Costs()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -101,10 +102,16 @@ def request(*configs, out, seeds=(0, 1), **others) -> Request:
     return Request(configs, others.pop("overrides", []), list(seeds), Path(out), **others)
 
 
+@cache
+def resolved(config: str) -> str:
+    """With seed 99 in the folder THERE."""
+    return load(config, ["--seed", "99", "--output_dir", "THERE"])[1]
+
+
 def fake_run(config: str, folder: Path, seed: int, values: dict[int, float], status="finished"):
     """A run directory with these values of the two splits' mean, by step."""
-    _, text = load(config, ["--seed", str(seed), "--output_dir", str(folder)])
     folder.mkdir(parents=True)
+    text = resolved(config).replace("seed: 99", f"seed: {seed}").replace("THERE", str(folder))
     (folder / "config.yaml").write_text(text)
     (folder / "summary.json").write_text(json.dumps({"status": status}))
     rows = [

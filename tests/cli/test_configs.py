@@ -1,23 +1,23 @@
 """The run files that come with the package."""
 
-from pathlib import Path
-
 import pytest
 
 from flowalign.config import load
 from flowalign.errors import ConfigError
 from flowalign.plan import plan
 from pipelines.flux1 import LORA
+from tests.run_files import CONFIGS as FOLDER
+from tests.run_files import loaded
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-CREDIT = sorted((Path(__file__).parents[2] / "configs" / "credit").glob("*/*.yaml"))
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+CREDIT = sorted((FOLDER / "credit").glob("*/*.yaml"))
 
 MODELS = ("shapes", "sd35_medium", "flux1_dev")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
-    _, text = load(str(path))
+    _, text = loaded(path)
     again = tmp_path / "resolved.yaml"
     again.write_text(text)
     assert load(str(again))[1] == text
@@ -25,19 +25,19 @@ def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
 
 @pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("shapes")], ids=str)
 def test_run_files_of_the_embedded_model_can_be_planned(path):
-    rows = plan(load(str(path))[0])
+    rows = plan(loaded(path)[0])
     assert rows["trainable parameters"].endswith("%)")
 
 
 def test_the_run_file_of_flux_can_be_planned_from_configurations_alone():
     folder = "policy.init_args.path=assets/golden/I_flux1_pipeline"
-    rows = plan(load(str(CONFIGS[0].parent / "flux1_dev.yaml"), [folder])[0], world=8)
+    rows = plan(load(str(FOLDER / "flux1_dev.yaml"), [folder])[0], world=8)
     assert rows["denoising steps"] == "6, of which 5 stochastic and trained [0, 1, 2, 3, 4]"
     assert rows["network evaluations per step"] == "6912 sampling + 5760 training"
 
 
 def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
-    run, _ = load(str(CONFIGS[0].parent / "sd35_medium.yaml"))
+    run, _ = loaded(FOLDER / "sd35_medium.yaml")
     sampling = run.recipe.sampling
     assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (10, 24, 0.7)
     assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-4, 0.04)
@@ -46,7 +46,7 @@ def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
 
 
 def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
-    run, _ = load(str(CONFIGS[0].parent / "flux1_dev.yaml"))
+    run, _ = loaded(FOLDER / "flux1_dev.yaml")
     sampling, policy = run.recipe.sampling, run.policy
     assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (6, 24, 0.9)
     assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-5, 0.0)
@@ -60,7 +60,7 @@ def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
 
 
 def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
-    run, _ = load(str(CONFIGS[0].parent / "shapes.yaml"), ["evaluation.num_prompts=6"])
+    run, _ = load(str(FOLDER / "shapes.yaml"), ["evaluation.num_prompts=6"])
     assert plan(run, world=6)
     with pytest.raises(ValueError, match=r"evaluation\.num_prompts is 6, too few for 7 processes"):
         plan(run, world=7)
@@ -68,7 +68,7 @@ def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
 
 @pytest.mark.parametrize("path", CREDIT, ids=lambda p: f"{p.parent.name}-{p.stem}")
 def test_every_credit_method_has_a_run_file_that_can_be_used(path):
-    run, _ = load(str(path))
+    run, _ = loaded(path)
     assert run.output_dir == f"runs/credit/{path.parent.name}/{path.stem}"
     if path.parent.name == "shapes":
         assert plan(run)["reward calls per step"]
@@ -81,7 +81,7 @@ def test_every_method_has_run_files_for_all_three_models():
 
 
 def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
-    runs = {p.stem: load(str(p))[0].recipe for p in CREDIT if p.parent.name == "sd35_medium"}
+    runs = {p.stem: loaded(p)[0].recipe for p in CREDIT if p.parent.name == "sd35_medium"}
     comb, tree = runs["tempflow_grpo"].sampling, runs["branch_grpo"].sampling
     assert (comb.branching.children, comb.seeds_per_prompt, comb.samples_per_prompt) == (6, 4, 216)
     assert runs["tempflow_grpo"].step_weight == "std"
@@ -120,7 +120,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
 )  # fmt: skip
 def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
-        load(str(CONFIGS[0].parent / "shapes.yaml"), overrides)
+        load(str(FOLDER / "shapes.yaml"), overrides)
     assert len(str(caught.value).splitlines()) <= 5
 
 
@@ -132,6 +132,6 @@ def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(o
     ],
 )
 def test_a_plan_refuses_completions_that_the_policy_cannot_follow(overrides, message):
-    run, _ = load(str(CONFIGS[0].parent / "shapes.yaml"), overrides)
+    run, _ = load(str(FOLDER / "shapes.yaml"), overrides)
     with pytest.raises(ValueError, match=message):
         plan(run)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import uvicorn
 from PIL import Image
+from safetensors.torch import load
 from torch.testing import assert_close
 
 from flowalign.errors import ConfigError
@@ -96,9 +97,10 @@ def test_a_served_model_scores_as_it_does_here():
 def test_pixels_of_8_bits_travel_unchanged_in_a_quarter_of_the_bytes():
     batch = batch_of()
     eight = MediaBatch((batch.media * 255).round() / 255, batch.prompts)
-    small, full = pack_batch(eight, "8bit", {}), pack_batch(eight, "float32", {})
+    small, full = (b"".join(pack_batch(eight, kind, {})) for kind in ("8bit", "float32"))
     assert torch.equal(unpack_batch(small)[0].media, eight.media)
-    assert len(full) - len(small) == 3 * eight.media.numel()
+    assert 0 <= len(full) - len(small) - 3 * eight.media.numel() < 16
+    assert load(small)["media"].dtype == torch.uint8
 
 
 def test_a_row_that_fails_there_is_invalid_here_with_its_reason():
@@ -174,7 +176,7 @@ def test_a_server_that_dies_gives_invalid_rows_and_one_that_comes_back_is_used_a
         assert reward.score(batch).valid.all()
     dead = reward.score(batch)
     assert not dead.valid.any()
-    assert "failed 1 times, last with ConnectError" in dead.reasons[0]
+    assert "failed 1 times, last with ConnectionRefusedError" in dead.reasons[0]
     with Running(Mean(), port=there.port):
         assert reward.score(batch).valid.all()
 
@@ -208,7 +210,7 @@ def test_what_the_model_calls_wrong_is_raised_and_not_tried_again():
 
 def test_the_same_request_id_is_scored_once():
     model = Mean()
-    message = pack_batch(batch_of(), "float32", {"request_id": "one", "model": "mean"})
+    message = b"".join(pack_batch(batch_of(), "float32", {"request_id": "one", "model": "mean"}))
     with Running(model) as there, httpx.Client(base_url=there.url) as http:
         headers = {"content-type": CONTENT_TYPE}
         first, second = (
@@ -284,7 +286,7 @@ def test_loading_refuses_other_dimensions_unknown_models_and_absent_servers():
         with pytest.raises(ValueError, match="no model None; it has mean, other"):
             client(there.url).load()
         assert client(there.url, model="other").score(batch_of()).valid.all()
-    with pytest.raises(ValueError, match="is not ready"):
+    with pytest.raises(ValueError, match="cannot be reached"):
         client(there.url, timeout=1.0).load()
     with pytest.raises(ValueError, match="must start with http"):
         RemoteReward("localhost:8411", ["level"])

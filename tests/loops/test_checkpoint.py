@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from flowalign import checkpoint
+from flowalign import checkpoint, report
 from flowalign import run as runs
 from flowalign.checkpoint import Checkpoints
 from flowalign.config import Ema, Run
@@ -24,6 +25,12 @@ from flowalign.learner import Learner, Optimizer, TrainingFailure
 from flowalign.windows import Random
 from tests.pixel import PixelPolicy, Redness
 from tests.training import ALONE, PROMPTS, flat, new_learner, new_recipe, train
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Every run ends with a report; other tests draw its charts."""
+    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
 
 
 class Killed(BaseException):
@@ -213,17 +220,19 @@ def test_left_over_half_written_folders_are_neither_resumed_nor_counted(tmp_path
     checkpoint.check_complete(second)
 
 
-@pytest.fixture
-def full_disk():
-    """A call makes the disk full, from any thread; afterwards it is as before.
+@contextmanager
+def disk_that_fills():
+    """A call, from any thread, makes the disk full; afterwards it is as before.
 
     Files cannot grow beyond ten kilobytes; safetensors then fails the way it does on a full disk.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 class FullDisk(Redness):
@@ -240,12 +249,12 @@ class FullDisk(Redness):
         return super().score(batch)
 
 
-def test_a_full_disk_leaves_earlier_checkpoints_and_says_so_in_a_few_lines(tmp_path, full_disk):
+def test_a_full_disk_leaves_earlier_checkpoints_and_says_so_in_a_few_lines(tmp_path):
     folder = tmp_path / "run"
     # Wide enough that the optimizer's moments do not fit where the weights and metrics still do.
-    run = new_run(folder, policy=PixelPolicy(width=128), rewards=[FullDisk(full_disk)])
-    with pytest.raises(TrainingFailure, match="could not write checkpoint 3") as caught:
-        go(run)
+    policy, failure = PixelPolicy(width=128), "could not write checkpoint 3"
+    with disk_that_fills() as fill, pytest.raises(TrainingFailure, match=failure) as caught:
+        go(new_run(folder, policy=policy, rewards=[FullDisk(fill)]))
     assert "File too large" in _short(caught.value)
     assert "--resume" in _short(caught.value)
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [

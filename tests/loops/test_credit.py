@@ -249,11 +249,11 @@ def test_credit_by_outcome_costs_nothing_beyond_the_rollout():
 @pytest.mark.parametrize("credit", EVERY, ids=str)
 def test_every_credit_method_raises_a_reward_that_can_be_learned(credit):
     cfg = new_recipe({"samples_per_prompt": 8}, credit=credit)
-    metrics = train(cfg, new_learner(), steps=40)
+    metrics = train(cfg, new_learner(learning_rate=3e-2), steps=14)
     early, late = (
         sum(m["reward/redness"] for m in part) / 3 for part in (metrics[:3], metrics[-3:])
     )
-    assert late > early + 0.2
+    assert late > early + 0.4
     assert all(math.isfinite(v) for m in metrics for v in m.values())
 
 

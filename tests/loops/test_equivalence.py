@@ -59,7 +59,7 @@ def _sd3(processes, _):
     move(policy, 0.01)
     learner = new_learner(policy, processes, learning_rate=1e-3)
     recipe = new_recipe(algorithm=GRPO(PPOClip(0.2), kl_coef=0.1), micro_batch=5)
-    sampling = Sampling(num_steps=3, samples_per_prompt=3, window=Random(2, 0, 2), micro_batch=4)
+    sampling = Sampling(num_steps=3, samples_per_prompt=2, window=Random(2, 0, 2), micro_batch=4)
     metrics = train(dataclasses.replace(recipe, sampling=sampling), learner, steps=2)
     return flat(policy.denoiser), [], _comparable(metrics)
 
@@ -70,49 +70,59 @@ def _comparable(metrics):
     return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
 
 
-def _one_of_two(rank, work, argument, folder):
+RUNS = {
+    **{name: (_pixel, recipe) for name, recipe in PIXEL_RECIPES.items()},
+    "drop_sample": (_failing, "drop_sample"),
+    "drop_group": (_failing, "drop_group"),
+    "a LoRA of an image model": (_sd3, None),
+}
+
+
+def _one_of_two(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.save(work(Processes(rank, 2, torch.device("cpu")), argument), f"{folder}/{rank}.pt")
-    dist.barrier()
+    for name, (work, argument) in RUNS.items():
+        made = work(Processes(rank, 2, torch.device("cpu")), argument)
+        torch.save(made, f"{folder}/{name}{rank}")
+        dist.barrier()
     dist.destroy_process_group()
 
 
-def _on_two(work, argument, folder):
-    mp.start_processes(_one_of_two, (work, argument, str(folder)), nprocs=2, start_method="fork")
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    """All runs on the same two processes: what the two ranks made of the one with this name."""
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.start_processes(_one_of_two, (str(folder),), nprocs=2, start_method="fork")
+    return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
 
 
-def _alone(work, argument):
-    return work(Processes(0, 1, torch.device("cpu")), argument)
-
-
-def _assert_two_equal_one(work, argument, folder, tolerance=1e-6):
-    first, second = _on_two(work, argument, folder)
+def _assert_two_equal_one(on_two, name, tolerance=1e-6):
+    work, argument = RUNS[name]
+    first, second = on_two(name)
     assert torch.equal(first[0], second[0]), "ranks hold different weights"
     assert first[2] == second[2], "ranks report different metrics"
-    weights, ema, metrics = _alone(work, argument)
+    weights, ema, metrics = work(Processes(0, 1, torch.device("cpu")), argument)
     torch.testing.assert_close(first[0], weights, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(first[1], ema, atol=tolerance, rtol=tolerance)
     for ours, theirs in zip(metrics, first[2], strict=True):
         assert ours.keys() == theirs.keys()
-        for name in ours:
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5, nan_ok=True), name
+        for key in ours:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5, nan_ok=True), key
 
 
-@pytest.mark.parametrize("recipe", PIXEL_RECIPES.values(), ids=PIXEL_RECIPES)
-def test_two_processes_with_three_prompts_make_the_update_of_one(recipe, tmp_path):
-    _assert_two_equal_one(_pixel, recipe, tmp_path)
+@pytest.mark.parametrize("name", PIXEL_RECIPES)
+def test_two_processes_with_three_prompts_make_the_update_of_one(name, on_two):
+    _assert_two_equal_one(on_two, name)
 
 
 @pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
-def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, tmp_path):
-    _assert_two_equal_one(_failing, on_failure, tmp_path)
+def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two):
+    _assert_two_equal_one(on_two, on_failure)
 
 
-def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):
+def test_two_processes_train_a_lora_of_an_image_model_as_one_does(on_two):
     # Adam divides by the gradient's size: rounding of tiny ones grows to a share of the step.
-    _assert_two_equal_one(_sd3, None, tmp_path, tolerance=1e-5)
+    _assert_two_equal_one(on_two, "a LoRA of an image model", tolerance=1e-5)
 
 
 def test_equal_seeds_make_equal_runs_and_other_seeds_others():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign import commands
+from flowalign import commands, credit_picture, report
 from flowalign import run as runs
 from flowalign.branching import Comb
 from flowalign.calibration import Calibration, draws, read_calibration
@@ -24,6 +24,13 @@ from flowalign.rollout import sample
 from flowalign.windows import Fixed, Random
 from tests.pixel import PixelPolicy, Redness
 from tests.training import PROMPTS, new_recipe
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Every run ends with a report; other tests draw its charts and its pictures of credit."""
+    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(credit_picture, "draw", lambda *_: None)
 
 
 class Mortal(Redness):

@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign.config import load
 from flowalign.costs import Costs
 from flowalign.judging import judge, rollout, state_values
 from flowalign.online import update
 from flowalign.plan import evaluations
 from flowalign.seeds import generator
 from tests.pixel import PixelPolicy
+from tests.run_files import CONFIGS, loaded
 from tests.training import flat, new_learner, new_rewards, train
 
-METHODS = sorted((Path(__file__).parents[2] / "configs" / "credit" / "shapes").glob("*.yaml"))
+METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
 THREE = ("a", "bb", "ccc")
 
 
@@ -26,7 +26,7 @@ def moving_policy() -> PixelPolicy:
 
 
 def recipe_of(path: Path):
-    return replace(load(str(path))[0].recipe, prompts_per_step=3)
+    return replace(loaded(path)[0].recipe, prompts_per_step=3)
 
 
 @pytest.fixture(scope="module", params=METHODS, ids=lambda p: p.stem)
@@ -57,11 +57,11 @@ def test_a_step_costs_what_the_plan_says(recipe):
 
 
 def test_it_moves_the_weights_towards_the_reward(recipe):
-    learner = new_learner(PixelPolicy())
+    learner = new_learner(PixelPolicy(), learning_rate=3e-2)
     before = flat(learner.policy.denoiser)
-    metrics = train(recipe, learner, steps=30)
+    metrics = train(recipe, learner, steps=12)
     assert not torch.equal(flat(learner.policy.denoiser), before)
     early, late = (
-        sum(m["reward/redness"] for m in part) / 5 for part in (metrics[:5], metrics[-5:])
+        sum(m["reward/redness"] for m in part) / 3 for part in (metrics[:3], metrics[-3:])
     )
-    assert late > early + 0.03
+    assert late > early + 0.3

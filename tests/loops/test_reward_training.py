@@ -29,6 +29,7 @@ from flowalign.reward_training.recipe import Dimension, Ridge, Schedule
 from flowalign.reward_training.training import RewardTrainer, weighted
 from flowalign.types import Backbone
 from reward_models.heads import MLP, Linear, PromptGated
+from tests.training import checked
 
 NAN = math.nan
 SIZE, RECORDS = 6, 2400
@@ -98,7 +99,7 @@ def trainer(features, labels, dimensions, head=None, prompt=None, **settings):
 
 def learn(features, labels, dimension, head=None, **settings):
     some = trainer(features, labels, {"quality": dimension}, head, **settings)
-    list(some.epochs())
+    list(checked(1, some.epochs()))
     some.use_best()
     return some
 
@@ -144,7 +145,7 @@ def test_ties_teach_how_readily_people_see_one():
     labels = pair_ranks(u < wins, tie=(u >= wins) & (u < 1 - loses))
     share = float((labels[:, 0] == labels[:, 1]).float().mean())
     assert 0.15 < share < 0.5
-    some = learn(x, labels, Dimension(loss=BradleyTerryTies(tie_share=0.9)), epochs=25)
+    some = learn(x, labels, Dimension(loss=BradleyTerryTies(tie_share=0.9)), epochs=12, rate=0.2)
     assert some.dimensions["quality"].loss.learned()["k"] == pytest.approx(k, rel=0.12)
     found, best = accuracy(some, labels, "ranks"), accuracy(some, labels, "ranks", true)
     assert found["accuracy"] > best["accuracy"] - 0.02
@@ -164,7 +165,7 @@ def disputed():
 
 def test_samples_that_people_disagree_about_are_found_to_be_uncertain():
     x, true, sigma, labels = disputed()
-    some = learn(x, labels, Dimension(loss=Thurstone()), Linear(uncertainty=True), epochs=15)
+    some = learn(x, labels, Dimension(loss=Thurstone()), Linear(uncertainty=True), epochs=8)
     ceiling = accuracy(some, labels, "ranks", true)["accuracy"]
     assert accuracy(some, labels, "ranks")["accuracy"] > ceiling - 0.02
     rows = some.preferences.rows("test")
@@ -187,7 +188,7 @@ def test_levels_are_learned_with_their_cuts():
     cuts = torch.tensor([-2.0, 0.5, 2.5])
     labels = torch.tensor([1.0, 2.0, 3.0, 5.0])[torch.bucketize(true + logistic, cuts)]
     loss = Ordinal([1, 2, 3, 5])
-    some = learn(x, labels, Dimension(loss=loss, labels="ratings"), epochs=40)
+    some = learn(x, labels, Dimension(loss=loss, labels="ratings"), epochs=12, rate=0.3)
     found, best = accuracy(some, labels, "ratings"), accuracy(some, labels, "ratings", true)
     assert found["spearman"] > best["spearman"] - 0.02
     gaps = torch.tensor(loss.learned()["cuts"]).diff()
@@ -486,13 +487,13 @@ def test_gates_learn_which_aspect_decides_for_which_prompt(first_stage):
     head = PromptGated({"overall": ["first", "second"]}, hidden=[16])
     some = trainer(x, labels, dimensions, head, prompt, ridge=first_stage, epochs=15)
     before = some.rater.head.score.weight.detach().clone()
-    list(some.epochs())
+    list(checked(1, some.epochs()))
     some.use_best()
     rows = some.preferences.rows("test")
     score = some.scores(rows).score[..., 2]
     found = figures(score, labels[rows][..., 2], "ranks")["accuracy"]
     plain = trainer(x, labels, dimensions, Linear(), prompt, epochs=15)
-    list(plain.epochs())
+    list(checked(1, plain.epochs()))
     without = figures(plain.scores(rows).score[..., 2], labels[rows][..., 2], "ranks")["accuracy"]
     assert found > 0.93 > 0.85 > without
     first = some.preferences.candidate[rows][:, 0]
