@@ -197,7 +197,7 @@ def test_without_an_evaluation_the_verdict_is_about_training(folder):
     assert "<h2>Held-out values" not in page
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [1, 3])
 def test_a_run_of_few_steps_shows_every_chart(folder, drawn, num_steps):
     write_rows(folder, rows(num_steps))
     assert len(captions(page_of(folder))) == 10
@@ -241,6 +241,7 @@ def test_one_grid_is_shown_alone(folder):
 
 
 def test_a_second_report_replaces_the_first_and_leaves_nothing_else(folder, drawn):
+    write_rows(folder, [{"step": k, "seconds": 0.0, "reward_mean": float(k)} for k in range(20)])
     before = {path.name for path in folder.iterdir()}
     first = page_of(folder)
     assert page_of(folder) == first

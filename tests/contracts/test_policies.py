@@ -26,12 +26,12 @@ def test_latents_and_pictures_are_those_of_the_official_pipeline(family):
     assert_official(family, policy, family.prompts)
 
 
-def test_a_sample_does_not_see_the_batch_it_is_in(family):
-    assert_independent_of_the_batch(family.new(), [*family.prompts, "a white circle"])
+def test_a_sample_does_not_see_the_batch_it_is_in(family, plain):
+    assert_independent_of_the_batch(plain, [*family.prompts, "a white circle"])
 
 
-def test_generate_makes_the_pictures_of_the_pipeline_one_seed_each(family):
-    policy = family.new()
+def test_generate_makes_the_pictures_of_the_pipeline_one_seed_each(family, plain):
+    policy = plain
     seeds = [generator(3, "picture", i) for i in range(3)]
     prompts = [family.prompts[1], family.prompts[0], family.prompts[1]]
     latents = generate(policy, prompts, 3, seeds, micro_batch=2)
@@ -93,11 +93,11 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("foreign", FOREIGN)
-def test_weights_of_something_else_are_refused_in_a_few_lines(tmp_path, family, foreign):
+def test_weights_of_something_else_are_refused_in_a_few_lines(tmp_path, family, plain, foreign):
     model = family.other if foreign == "another model" else {}
     other = family.new(**model | FOREIGN[foreign])
     other.save_weights(str(tmp_path))
-    policy = family.new()
+    policy = plain
     before = {n: p.clone() for n, p in policy.denoiser.state_dict().items()}
     with pytest.raises(ValueError, match=r"another model or adapter|does not exist") as caught:
         policy.load_weights(str(tmp_path))
@@ -107,25 +107,24 @@ def test_weights_of_something_else_are_refused_in_a_few_lines(tmp_path, family, 
     assert all(torch.equal(before[n], after[n]) for n in before)
 
 
-def test_an_adapter_saved_with_another_alpha_is_refused(tmp_path, family):
+def test_an_adapter_saved_with_another_alpha_is_refused(tmp_path, family, plain):
     """Equal shapes, other strength: loading it silently would scale what was learned."""
-    policy = family.new()
-    adapter = Lora(rank=3, alpha=12, target_modules=policy.lora.target_modules)
+    adapter = Lora(rank=3, alpha=12, target_modules=plain.lora.target_modules)
     other = family.new(lora=adapter)
     move(other)
     other.save_weights(str(tmp_path))
     with pytest.raises(ValueError, match="alpha"):
-        policy.load_weights(str(tmp_path))
+        plain.load_weights(str(tmp_path))
 
 
 SMALL = Lora(rank=5, alpha=1, target_modules=("attn.to_q",))
 
 
 @pytest.mark.parametrize("trained", ["adapter", "small adapter", "all weights", "other model"])
-def test_the_plan_agrees_with_the_loaded_model(family, trained):
+def test_the_plan_agrees_with_the_loaded_model(family, plain, trained):
     settings = {"small adapter": {"lora": SMALL}, "all weights": {"lora": None}}
-    settings |= {"adapter": {}, "other model": family.other}
-    policy = family.new(**settings[trained])
+    settings |= {"other model": family.other}
+    policy = plain if trained == "adapter" else family.new(**settings[trained])
     plan, parameters = policy.plan(), list(policy.denoiser.parameters())
     trainable = sum(p.numel() for p in parameters if p.requires_grad)
     adapter = sum(p.numel() for n, p in policy.denoiser.named_parameters() if "lora_" in n)
@@ -231,8 +230,8 @@ def test_recomputing_activations_changes_no_gradient(family):
     torch.testing.assert_close(gradients[0], gradients[1], atol=1e-7, rtol=1e-5)
 
 
-def test_every_load_starts_from_the_same_adapter_whatever_was_drawn_before(family):
-    a = family.new()
+def test_every_load_starts_from_the_same_adapter_whatever_was_drawn_before(family, plain):
+    a = plain
     torch.manual_seed(123)
     drawn = torch.get_rng_state()
     b = family.new()
@@ -242,7 +241,7 @@ def test_every_load_starts_from_the_same_adapter_whatever_was_drawn_before(famil
     assert any(float(p.abs().max()) > 0 for n, p in mine.items() if "lora_A" in n)
 
 
-def test_an_untouched_adapter_is_the_base_model(family):
-    policy, base = family.new(), family.new(lora=None)
+def test_an_untouched_adapter_is_the_base_model(family, plain):
+    policy, base = plain, family.new(lora=None)
     cond, x, sigma = policy.encode(family.prompts), noise(policy), torch.tensor(0.4)
     assert torch.equal(policy.velocity(x, sigma, cond), base.velocity(x, sigma, cond))

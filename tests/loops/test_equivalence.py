@@ -70,30 +70,35 @@ def _comparable(metrics):
     return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
 
 
+IMAGES = "a LoRA of an image model"
 RUNS = {
     **{name: (_pixel, recipe) for name, recipe in PIXEL_RECIPES.items()},
     "drop_sample": (_failing, "drop_sample"),
     "drop_group": (_failing, "drop_group"),
-    "a LoRA of an image model": (_sd3, None),
+    IMAGES: (_sd3, None),
 }
 
 
-def _one_of_two(rank, folder):
+def _one_of_two(rank, names, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    for name, (work, argument) in RUNS.items():
+    for name in names:
+        work, argument = RUNS[name]
         made = work(Processes(rank, 2, torch.device("cpu")), argument)
         torch.save(made, f"{folder}/{name}{rank}")
         dist.barrier()
     dist.destroy_process_group()
 
 
+def _on_two(names, folder):
+    """These runs on the same two processes; a call gives what the two ranks made of one."""
+    mp.start_processes(_one_of_two, (names, str(folder)), nprocs=2, start_method="fork")
+    return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
+
+
 @pytest.fixture(scope="module")
 def on_two(tmp_path_factory):
-    """All runs on the same two processes: what the two ranks made of the one with this name."""
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.start_processes(_one_of_two, (str(folder),), nprocs=2, start_method="fork")
-    return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
+    return _on_two([name for name in RUNS if name != IMAGES], tmp_path_factory.mktemp("ranks"))
 
 
 def _assert_two_equal_one(on_two, name, tolerance=1e-6):
@@ -120,9 +125,10 @@ def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two
     _assert_two_equal_one(on_two, on_failure)
 
 
-def test_two_processes_train_a_lora_of_an_image_model_as_one_does(on_two):
+@pytest.mark.slow
+def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):
     # Adam divides by the gradient's size: rounding of tiny ones grows to a share of the step.
-    _assert_two_equal_one(on_two, "a LoRA of an image model", tolerance=1e-5)
+    _assert_two_equal_one(_on_two([IMAGES], tmp_path), IMAGES, tolerance=1e-5)
 
 
 def test_equal_seeds_make_equal_runs_and_other_seeds_others():
