@@ -170,7 +170,9 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
         if known["valid"] else "none valid"
         for dim, known in tally.summary()["dimensions"].items()
     }  # fmt: skip
-    reasons = {why: f"{count} rows" for why, count in tally.reasons.most_common(5)}
+    reasons = {
+        why: f"{count} row{'s' * (count > 1)}" for why, count in tally.reasons.most_common(5)
+    }
     title = f"{tally.rows} rows, {tally.failed} failed: {folder / f'scores.{args.format}'}"
     table(title, rows | reasons | {"page": str(page)})
     try:
