@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -135,6 +136,7 @@ def load(config: str, overrides: Sequence[str] = ()) -> tuple[Run, str]:
         raise ConfigError(_readable(str(error), config, parser)) from error
 
 
+@cache
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="flowalign train", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")

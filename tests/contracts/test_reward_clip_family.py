@@ -285,7 +285,9 @@ def test_old_position_numbers_may_be_there(tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["text_model.embeddings.position_ids"] = torch.arange(77)[None]
     save_file(tensors, folder / "model.safetensors")
-    PickScore(str(folder), PICK, device="cpu").load()
+    batch = MediaBatch(torch.rand(2, 1, 3, 40, 50), ["a cat", "two dogs"])
+    old = PickScore(str(folder), PICK, device="cpu").score(batch)
+    assert torch.equal(old.values, PickScore(PICK, PICK, device="cpu").score(batch).values)
 
 
 def test_a_half_precision_checkpoint_is_scored_in_float32(tmp_path, hpsv2):
