@@ -74,6 +74,11 @@ class Batcher:
         )
         self.thread.start()
 
+    @property
+    def state(self) -> str:
+        """`ready` once its model has its weights; `failed` where it has not, or has stopped."""
+        return "failed" if self.failure else "ready" if self.ready.is_set() else "loading"
+
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
         """Scores, later. Raises queue.Full where too much is waiting."""
         job = _Job(batch, deadline)
@@ -93,14 +98,25 @@ class Batcher:
             self.failure = str(error)
             return
         self.ready.set()
-        while (batch := self._next()) is not None:
-            now = time.monotonic()
-            late = [job for job in batch if job.deadline < now]
-            for job in late:
+        jobs: list[_Job] | None = None
+        try:
+            while (jobs := self._next()) is not None:
+                self._answer(jobs)
+        finally:  # closed, or a defect of the model, whose traceback goes to the log
+            self.failure = f"{self.model.spec.name} has stopped; see the server's log"
+            with suppress(queue.Empty):
+                while job := self.jobs.get_nowait():
+                    self.waiting.append(job)
+            for job in (*(jobs or ()), *self.waiting):
+                _fail(job, RuntimeError(self.failure))
+
+    def _answer(self, jobs: Sequence[_Job]) -> None:
+        now = time.monotonic()
+        for job in jobs:
+            if job.deadline < now:
                 _fail(job, TimeoutError("its deadline passed before it was scored"))
-            alive = [job for job in batch if job.deadline >= now]
-            if alive:
-                self._score(alive)
+        if alive := [job for job in jobs if job.deadline >= now]:
+            self._score(alive)
 
     def _next(self) -> list[_Job] | None:
         """The oldest job, and others of its kind that wait or arrive soon; None at the end."""
@@ -177,12 +193,11 @@ class Service:
         self.answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
 
     def health(self) -> dict[str, Any]:
-        """`ready` once every model has its weights; `failed` with the reason where one has not."""
-        failures = {name: b.failure for name, b in self.batchers.items() if b.failure}
-        if failures:
-            return {"status": "failed", "reasons": failures}
-        ready = all(batcher.ready.is_set() for batcher in self.batchers.values())
-        return {"status": "ready" if ready else "loading"}
+        """`ready`, `loading` or `failed`, as the worst of its models; and each of them."""
+        models = {name: batcher.state for name, batcher in self.batchers.items()}
+        reasons = {name: b.failure for name, b in self.batchers.items() if b.failure}
+        worst = max(models.values(), key=("ready", "loading", "failed").index)
+        return {"status": worst, "models": models, "reasons": reasons}
 
     def specs(self) -> dict[str, Any]:
         """Version of the protocol, and each model's declaration with its fingerprint."""

@@ -150,12 +150,13 @@ class RemoteReward(RewardModel, Loadable):
                 raise ValueError(
                     f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
                 ) from error
-            if state["status"] == "ready":
+            mine = state["models"].get(self.model, state["status"])
+            if mine == "ready":
                 return
-            if state["status"] == "failed":
-                raise ValueError(f"{self.url} could not load: {state['reasons']}")
+            if mine == "failed":
+                raise ValueError(f"{self.url} has failed: {state['reasons']}")
             if time.monotonic() > until:
-                raise ValueError(f"reward server {self.url} is not ready ({state['status']})")
+                raise ValueError(f"reward server {self.url} is not ready ({mine})")
             time.sleep(0.2)
 
     def _specs(self) -> dict[str, Any]:

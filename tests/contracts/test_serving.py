@@ -208,6 +208,22 @@ def test_what_the_model_calls_wrong_is_raised_and_not_tried_again():
     assert calls == [1]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_of_the_model_stops_it_and_leaves_no_client_waiting():
+    def defect(batch):
+        raise KeyError("a mistake of its author")
+
+    with Running(Mean(before=defect), Mean("other")) as there:
+        reward, start = client(there.url, model="mean", timeout=60.0), time.monotonic()
+        first, second = reward.score(batch_of()), reward.score(batch_of())
+        assert time.monotonic() - start < 20
+        assert "has stopped" in first.reasons[0]
+        assert "has stopped" in second.reasons[0]
+        assert client(there.url, model="other").score(batch_of()).valid.all()
+        with pytest.raises(ValueError, match="has failed"):
+            client(there.url, model="mean").load()
+
+
 def test_the_same_request_id_is_scored_once():
     model = Mean()
     message = b"".join(pack_batch(batch_of(), "float32", {"request_id": "one", "model": "mean"}))
@@ -262,7 +278,7 @@ def test_health_says_loading_then_ready_and_failed_with_the_reason():
         assert (h.get("/health").status_code, h.get("/health").json()["status"]) == (503, "loading")
         gate.set()
         client(there.url).load()
-        assert h.get("/health").json() == {"status": "ready"}
+        assert h.get("/health").json()["models"] == {"mean": "ready"}
 
     def fail():
         raise ValueError("weights are missing")
