@@ -67,7 +67,7 @@ class Batcher:
     def __init__(self, model: RewardModel, limits: Limits):
         self.model, self.limits, self.ready = model, limits, threading.Event()
         self.failure = ""
-        self.jobs: queue.Queue[_Job | None] = queue.Queue(limits.max_queue)
+        self.jobs: queue.Queue[_Job] = queue.Queue(limits.max_queue)
         self.waiting: list[_Job] = []
         self.thread = threading.Thread(
             target=self._work, name=f"reward-{model.spec.name}", daemon=True
@@ -85,29 +85,25 @@ class Batcher:
         self.jobs.put_nowait(job)
         return job.result
 
-    def close(self) -> None:
-        """Stop after the batch that is being scored."""
-        self.jobs.put(None)
-        self.thread.join()
-
     def _work(self) -> None:
+        jobs: list[_Job] = []
         try:
             if isinstance(self.model, Loadable):
                 self.model.load()
-        except ValueError as error:
-            self.failure = str(error)
-            return
-        self.ready.set()
-        jobs: list[_Job] | None = None
-        try:
-            while (jobs := self._next()) is not None:
+            self.ready.set()
+            while True:
+                jobs = self._next()
                 self._answer(jobs)
-        finally:  # closed, or a defect of the model, whose traceback goes to the log
-            self.failure = f"{self.model.spec.name} has stopped; see the server's log"
+        except ValueError as error:  # of loading; a batch that is refused has its own answer
+            self.failure = str(error)
+        finally:  # a defect of the model has its traceback in the log, and leaves no client waiting
+            self.failure = (
+                self.failure or f"{self.model.spec.name} has stopped; see the server's log"
+            )
             with suppress(queue.Empty):
-                while job := self.jobs.get_nowait():
-                    self.waiting.append(job)
-            for job in (*(jobs or ()), *self.waiting):
+                while True:
+                    self.waiting.append(self.jobs.get_nowait())
+            for job in (*jobs, *self.waiting):
                 _fail(job, RuntimeError(self.failure))
 
     def _answer(self, jobs: Sequence[_Job]) -> None:
@@ -118,23 +114,16 @@ class Batcher:
         if alive := [job for job in jobs if job.deadline >= now]:
             self._score(alive)
 
-    def _next(self) -> list[_Job] | None:
-        """The oldest job, and others of its kind that wait or arrive soon; None at the end."""
+    def _next(self) -> list[_Job]:
+        """The oldest job, and others of its kind that wait or arrive soon."""
         if not self.waiting:
-            first = self.jobs.get()
-            if first is None:
-                return None
-            self.waiting.append(first)
+            self.waiting.append(self.jobs.get())
         until = time.monotonic() + self.limits.max_wait_ms / 1000
         while self._size(self.waiting[0].kind) < self.limits.max_batch:
             try:
-                job = self.jobs.get(timeout=max(until - time.monotonic(), 0))
+                self.waiting.append(self.jobs.get(timeout=max(until - time.monotonic(), 0)))
             except queue.Empty:
                 break
-            if job is None:
-                self.jobs.put(None)  # for the next round
-                break
-            self.waiting.append(job)
         return self._taken(self.waiting[0].kind)
 
     def _size(self, kind: tuple[Any, ...]) -> int:
@@ -157,6 +146,10 @@ class Batcher:
         try:
             output = self.model.score(joined_batches([job.batch for job in jobs]))
         except (ValueError, RuntimeError, OSError) as error:
+            if isinstance(error, ValueError) and len(jobs) > 1:  # whose request is it?
+                for job in jobs:
+                    self._score([job])
+                return
             for job in jobs:
                 _fail(job, error)
             return

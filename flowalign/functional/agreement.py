@@ -79,14 +79,6 @@ def held_out_accuracy(
     return _mean(right)
 
 
-def swap_consistency(forward: Float[Tensor, "n"], backward: Float[Tensor, "n"]) -> float:
-    """Share of pairs judged in both orders whose verdicts agree: A leads in both, B, or neither.
-
-    forward is the lead of A where A came first, backward the lead of A where it came second.
-    """
-    return _mean(forward.sign() == backward.sign())
-
-
 # Correlation --------------------------------------------------------------------------------------
 
 

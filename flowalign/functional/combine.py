@@ -34,28 +34,6 @@ def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float
 # Log-sigmoid-centred ------------------------------------------------------------------------------
 
 
-def reference_quantile(
-    reference: Float[Tensor, "m R"],
-    valid: Bool[Tensor, "m R"],
-    group: Int[Tensor, "m"],
-    of: Int[Tensor, "n"],
-    quantile: float = 0.5,
-) -> Float[Tensor, "n R"]:
-    """A reward that is good enough, for each row of `of`: a quantile of the reference's rewards.
-
-    Per prompt and dimension, over valid rewards; NaN for a prompt or dimension that has none.
-    """
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must be in [0, 1], got {quantile}")
-    known = torch.where(valid, reference, math.nan)
-    out = reference.new_full((len(of), reference.shape[1]), math.nan)
-    for prompt in of.unique():
-        rows = known[group == prompt]
-        if len(rows):
-            out[of == prompt] = rows.nanquantile(quantile, 0)
-    return out
-
-
 def log_sigmoid_centred(
     reward: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], reference: Float[Tensor, "n R"]
 ) -> Float[Tensor, "n R"]:

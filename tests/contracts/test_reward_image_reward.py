@@ -100,13 +100,14 @@ def test_a_checkpoint_that_does_not_account_for_every_key_is_refused(folder, cha
     assert "ImageReward.pt" in str(caught.value)
 
 
-def test_contrastive_projections_and_positions_may_be_there_or_not(folder):
+def test_contrastive_projections_and_positions_may_be_there_or_not(folder, model):
     def drop(tensors):
         for key in [k for k in tensors if "_proj." in k and "encoder" not in k]:
             del tensors[key]
         del tensors["blip.text_encoder.embeddings.position_ids"]
 
-    rewritten(folder, drop).load()
+    batch = MediaBatch(picture(0), [PROMPTS[1]])
+    assert torch.equal(rewritten(folder, drop).score(batch).values, model.score(batch).values)
 
 
 def test_the_default_sizes_are_blip_large_under_the_same_key_names():

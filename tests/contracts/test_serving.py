@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from flowalign.errors import ConfigError
 from flowalign.serve_command import application, is_loopback, run, snippet
-from flowalign.serving import Limits, Service
+from flowalign.serving import Batcher, Limits, Service
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.wire import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
 from reward_models.remote import RemoteReward
@@ -140,6 +140,37 @@ def test_requests_of_many_clients_share_batches_and_shapes_are_kept_apart():
     assert sorted(model.calls) == [1, 2, 9]
     for batch, output in zip(batches, outputs, strict=True):
         assert_close(output.values, Mean().score(batch).values)
+
+
+def test_a_request_that_is_refused_does_not_take_others_of_its_batch_with_it():
+    gate = threading.Event()
+
+    def refuse_dogs(batch):
+        gate.wait(20)
+        if "dog" in batch.prompts:
+            raise ValueError("no dogs")
+
+    model = Mean(before=refuse_dogs)
+    batcher, later = Batcher(model, Limits(max_wait_ms=1.0)), time.monotonic() + 60
+    bad = MediaBatch(batch_of().media, ["cat", "dog", "cow"])
+    first = batcher.submit(batch_of(1), later)
+    while not model.calls:
+        time.sleep(0.01)
+    good, refused, last = (batcher.submit(b, later) for b in (batch_of(), bad, batch_of(2)))
+    gate.set()
+    assert all(future.result(20).valid.all() for future in (first, good, last))
+    with pytest.raises(ValueError, match="no dogs"):
+        refused.result(20)
+    assert model.calls == [1, 8, 3, 3, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_model_whose_loading_breaks_is_not_loading_for_ever():
+    def broken():
+        raise OSError("the disk is gone")
+
+    with Running(Mean(load=broken)) as there, pytest.raises(ValueError, match="has stopped"):
+        client(there.url).load()
 
 
 def test_batches_of_groupwise_models_are_not_mixed():

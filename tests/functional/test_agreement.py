@@ -123,11 +123,6 @@ def test_on_noise_the_chosen_threshold_is_optimistic_and_the_held_out_one_is_not
     assert sum(held) / 200 == pytest.approx(1 / 3, abs=0.03)
 
 
-def test_swap_consistency_by_hand():
-    """Same verdict, opposite verdicts, a tie in one order, a tie in both."""
-    assert agreement.swap_consistency(t(2, 1, 0, 0), t(1, -1, 3, 0)) == 2 / 4
-
-
 def test_of_nothing_nothing_is_known():
     none, nobody = torch.zeros(0), torch.zeros(0, dtype=torch.long)
     values = [
@@ -137,7 +132,6 @@ def test_of_nothing_nothing_is_known():
         *agreement.best_tie_threshold(none, nobody),
         agreement.videoalign_accuracy_with_ties(none, nobody),
         agreement.held_out_accuracy(t(1, 2), ints(1, 1), ints(0, 0)),
-        agreement.swap_consistency(none, none),
         agreement.pearson(t(1), t(1)),
         agreement.spearman(t(1, 1), t(1, 2)),
         agreement.reliability(none, none).error,
