@@ -17,15 +17,6 @@ from torch.nn.functional import logsigmoid
 Bound = Literal["at_least", "near"]
 
 
-def weighted_sum(
-    value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], weights: Float[Tensor, "R"]
-) -> Float[Tensor, "n"]:
-    """Sum of the weighted dimensions; NaN where one of them is invalid. Weight 0 is left out."""
-    used = weights != 0
-    total = (value * weights)[:, used].sum(1)
-    return total.masked_fill(~valid[:, used].all(1), math.nan)
-
-
 def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float[Tensor, "R"]:
     """Mean of each dimension over its valid samples; NaN where there is none."""
     return torch.where(valid, value, math.nan).nanmean(0)
@@ -39,8 +30,8 @@ def log_sigmoid_centred(
 ) -> Float[Tensor, "n R"]:
     """log sigmoid(reward - reference): log-probability of beating the reference, at most 0.
 
-    Rewards must be logits of preferences (Bradley-Terry). Summed over dimensions (`weighted_sum`)
-    it is the log-probability of being good in all of them, so the worst counts most, and what is
+    Rewards must be logits of preferences (Bradley-Terry). Summed over dimensions it
+    is the log-probability of being good in all of them, so the worst counts most, and what is
     good already gains little from more. NaN where the reward is invalid or has no reference.
 
     Source: arXiv:2402.00742.
@@ -120,7 +111,7 @@ class Multipliers:
     """Weights of reward dimensions that rise while one misses its threshold and fall beyond it.
 
     The threshold is the reward up to which a dimension is a good proxy of what people want. Weights
-    multiply the advantages of their dimensions, `rest` that of staying near the reference (the KL).
+    multiply the advantages of their dimensions.
 
     Source: constrained RLHF, arXiv:2310.04373, mu-PPO ("at_least") and xi-PPO ("near"), and its
     code, which draws the first multipliers near 0; ours start there.
@@ -146,11 +137,6 @@ class Multipliers:
     def weights(self) -> Float[Tensor, "R"]:
         """Of the dimensions."""
         return self.raw.sigmoid() if self.bound == "at_least" else self.raw.tanh()
-
-    @property
-    def rest(self) -> Float[Tensor, ""]:
-        """What the dimensions leave, R - sum of weights: the weight of the KL to the reference."""
-        return len(self.raw) - self.weights.sum()
 
     def state(self) -> list[list[float]]:
         """What a checkpoint keeps."""

@@ -23,20 +23,6 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
-# Sums ---------------------------------------------------------------------------------------------
-
-
-def test_a_weighted_sum_needs_its_weighted_dimensions_only():
-    value = rows([1.0, 2.0, NAN], [3.0, NAN, 1.0])
-    got = combine.weighted_sum(value, known(value), torch.tensor([2.0, -1.0, 0.0]))
-    assert_close(got, torch.tensor([0.0, NAN]), equal_nan=True)
-
-
-def test_an_invalid_number_is_not_summed():
-    value, valid = rows([1.0, 5.0]), rows([True, False])
-    assert combine.weighted_sum(value, valid, torch.ones(2)).isnan().all()
-
-
 def test_means_are_over_valid_samples():
     value, valid = rows([1.0, 7.0], [3.0, 9.0]), rows([True, False], [True, False])
     assert_close(combine.valid_mean(value, valid), torch.tensor([2.0, NAN]), equal_nan=True)
@@ -56,8 +42,7 @@ def test_its_sum_is_the_log_probability_that_all_are_good():
     reward, reference = torch.randn(5, 3, generator=seeded()), torch.zeros(5, 3)
     valid = torch.ones(5, 3, dtype=torch.bool)
     centred = combine.log_sigmoid_centred(reward, valid, reference)
-    got = combine.weighted_sum(centred, valid, torch.ones(3))
-    assert_close(got.exp(), reward.sigmoid().prod(1))
+    assert_close(centred.sum(1).exp(), reward.sigmoid().prod(1))
 
 
 def test_no_invalid_reward_and_none_without_reference_gets_a_number():
@@ -138,7 +123,6 @@ def test_a_multiplier_falls_beyond_its_threshold_and_rises_below():
     assert_close(start.weights, rows(0.5, 0.5))
     after = start.update(rows(3.0, 0.0))
     assert_close(after.raw, rows(-0.05, 0.025))
-    assert_close(after.rest, 2 - after.weights.sum())
     assert_close(start.raw, torch.zeros(2))
 
 
