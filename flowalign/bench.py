@@ -60,7 +60,7 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
 def _bare(run: Run, trajectory) -> None:
     """The denoiser alone: all evaluations without gradient, then the trained ones with theirs."""
     sampling, policy = run.recipe.sampling, run.policy
-    x = trajectory.states[:, 0].float()
+    x = trajectory.state(trajectory.num_steps)
     row = torch.arange(len(x), device=x.device) // trajectory.group_size
     cond, sigma = take(trajectory.cond, row), trajectory.sigmas[1]
     inputs = [

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.distributed import Processes
@@ -33,7 +34,7 @@ def chunked(
     check_chains(trajectory)
     stochastic = trajectory.trained.any(0)
     if chunks == "latent_change":
-        ids = chunks_of_change(processes.gather(latent_change(trajectory.states)).mean(0))
+        ids = chunks_of_change(processes.gather(_changes(trajectory)).mean(0))
     else:
         ids = chunks_of_sizes(list(chunks), trajectory.num_steps)
     together = (ids[:, None] == ids).float()
@@ -44,6 +45,12 @@ def chunked(
         advantage=(batch.advantage * batch.mask) @ together / size * batch.mask,
         weight=batch.weight * stochastic.sum() / len(ids[stochastic].unique()),
     )
+
+
+def _changes(trajectory: Trajectory) -> Float[Tensor, "B T"]:
+    """latent_change of every step, two states at a time."""
+    states = (trajectory.state(k) for k in range(trajectory.num_steps + 1))
+    return torch.cat([latent_change(torch.stack(two, 1)) for two in pairwise(states)], 1)
 
 
 def check_chains(trajectory: Trajectory) -> None:

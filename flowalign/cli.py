@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from flowalign import __version__, sample_command, serve_command
+from flowalign.clip_pairs import command as clip_pairs_command
 from flowalign.launch import relaunch
 from flowalign.pairing import command as pairs_command
 from flowalign.reward_training import command as reward_command
@@ -22,7 +23,8 @@ EXAMPLES = """examples:
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
 
-TAKES_OVERRIDES = ("train", "eval", "sample", "check", "bench", "compare", "reward train")
+TAKES_OVERRIDES = ("train", "eval", "sample", "check", "bench", "compare", "reward train",
+                   "clip-pairs")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -79,6 +81,9 @@ def build_parser() -> argparse.ArgumentParser:
     score_command.add_arguments(verb("score", "Score a dataset, or a folder of media.", False))
     pairs_command.add_arguments(
         verb("pairs", "Make pairs to train on of a table of scores.", False)
+    )
+    clip_pairs_command.add_arguments(
+        verb("clip-pairs", "Make pairs to train on of real clips, by noising and denoising them.")
     )
     serve = verb("serve-reward", "Serve reward models to other processes and machines.", False)
     serve_command.add_arguments(serve)

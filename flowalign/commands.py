@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from flowalign import checkpoint, sample_command, serve_command
+from flowalign.clip_pairs import command as clip_pairs_command
 from flowalign.config import AnyRun, Run, load
 from flowalign.console import table
 from flowalign.errors import ConfigError
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         "sample": sample_command.run,
         "bench": bench, "compare": compare, "doctor": doctor, "reward": reward,
         "score": score_command.run, "pairs": pairs_command.run,
+        "clip-pairs": clip_pairs_command.run,
         "serve-reward": serve_command.run,
     }  # fmt: skip
     try:

@@ -1,6 +1,7 @@
 """Finishing intermediate states by ODE, all together: what makes step-level credit affordable."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -67,12 +68,12 @@ def complete(
     For another velocity field than the rollout's: there are at most T sequential calls, and the
     first velocity of every tail is evaluated too.
     """
-    tails, nobody = Tails(trajectory, finish), trajectory.states[:0, 0].float()
+    tails = Tails(trajectory, finish)
+    nobody = trajectory.state(trajectory.num_steps, slice(0))
     for k in range(trajectory.num_steps):
         for tail in finish:
             if tail[0] == k:
-                holders = trajectory.holders(k).to(trajectory.states.device)
-                tails.at[tail] = trajectory.states[holders, k].float()
+                tails.at[tail] = trajectory.held(k)
         tails.step(field, k, nobody, torch.empty(0, dtype=torch.long), micro_batch)
     return tails.at
 
@@ -95,16 +96,23 @@ def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
     return {name: value[rows] for name, value in cond.items()}
 
 
-def asked_states(
-    credit: CreditEstimator, blank: Trajectory, how: Completion
-) -> tuple[StepCredit, tuple[Tail, ...]]:
-    """What a credit method makes of a trajectory of zeros, and what it asks to be valued.
+@dataclass(frozen=True)
+class Asked:
+    """What a credit method does with a trajectory of zeros."""
 
-    ValueError where its needs are not met by such a trajectory.
-    """
+    earned: StepCredit
+    valued: tuple[Tail, ...]
+    """The states that it wants valued."""
+    read: frozenset[int]
+    """The states that it looks at itself."""
+
+
+def asked_states(credit: CreditEstimator, blank: Trajectory, how: Completion) -> Asked:
+    """What a credit method needs. ValueError where a trajectory such as `blank` has it not."""
     asked: set[Tail] = set()
+    zeros = _Zeros(blank)
 
-    class Asked(Values):
+    class Valued(Values):
         def __call__(self, ks: Sequence[int], how_these: Completion | None = None) -> Tensor:
             for k in ks:
                 if not 0 <= k <= blank.num_steps:
@@ -115,5 +123,24 @@ def asked_states(
             asked.update((k, how_these or how if k < blank.num_steps else how) for k in ks)
             return torch.zeros(len(blank.logp), len(ks), 1)
 
-    earned = credit(blank, Asked())
-    return earned, tuple(sorted(asked, key=lambda tail: (tail[0], str(tail[1]))))
+    earned = credit(replace(blank, states=zeros), Valued())
+    valued = tuple(sorted(asked, key=lambda tail: (tail[0], str(tail[1]))))
+    return Asked(earned, valued, frozenset(zeros.read))
+
+
+class _Zeros(Mapping[int, Tensor]):
+    """States of a trajectory that was not drawn: all of them, and which of them were read."""
+
+    def __init__(self, blank: Trajectory):
+        self.blank = blank
+        self.read: set[int] = set()
+
+    def __getitem__(self, k: int) -> Tensor:
+        self.read.add(k)
+        return torch.zeros(len(self.blank.holders(k)), 1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.read)
+
+    def __len__(self) -> int:
+        return len(self.read)

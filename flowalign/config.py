@@ -97,7 +97,9 @@ class RunFile(ABC):
             for prompt, fields in read_metadata(path).items():
                 if metadata.setdefault(prompt, fields) != fields:
                     raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
-        return Rewards(self.rewards, self.reward_weights, on_failure, costs or Costs(), metadata)
+        rewards = Rewards(self.rewards, self.reward_weights, on_failure, costs or Costs(), metadata)
+        rewards.check_policy(self.policy)
+        return rewards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,8 @@ from flowalign.branching import Branching, Chain
 from flowalign.completion import Tail
 from flowalign.credit.outcome import Outcome
 from flowalign.credit_chart import MOST_ROWS, CreditRecord, draw
+from flowalign.film import bytes_of, first_to_last, reduced
+from flowalign.grids import grid
 from flowalign.judging import Judged
 from flowalign.paths import write_text
 from flowalign.state_values import StateValues
@@ -23,6 +25,8 @@ from flowalign.types import CreditEstimator, Policy, Trajectory
 
 _LARGEST = 160
 """Pixels; the longer side of a picture is reduced to this."""
+_QUARTERS = 4
+"""Frames shown of a clip."""
 
 
 def worth_a_picture(credit: CreditEstimator, branching: Branching) -> bool:
@@ -99,7 +103,8 @@ def shown(judged: Judged) -> dict[int, list[np.ndarray]]:
     end = trajectory.num_steps
     if branches(trajectory):
         count = min(trajectory.group_size, MOST_ROWS)
-        return {end: _decoded(values.policy, trajectory.states[:count, end], values.micro_batch)}
+        final = trajectory.state(end, slice(count))
+        return {end: _decoded(values.policy, final, values.micro_batch)}
     count = min(trajectory.group_size, values.pictured)
     return {
         tail[0]: [_small(media) for media in values.media[tail][:count]]
@@ -133,13 +138,15 @@ def _decoded(policy: Policy, x: Float[Tensor, "n *latent"], size: int) -> list[n
 
 
 def _small(media: Float[Tensor, "F 3 H W"]) -> np.ndarray:
-    """The middle frame, H x W x 3, 0 to 255."""
-    frame = media[len(media) // 2].float()
-    ratio = _LARGEST / max(frame.shape[1:])
-    if ratio < 1:
-        size = [max(1, round(side * ratio)) for side in frame.shape[1:]]
-        frame = torch.nn.functional.interpolate(frame[None], size, mode="area")[0]
-    return (frame.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    """H x W x 3, 0 to 255: of a clip four frames from the first to the last, in two rows."""
+    if len(media) < _QUARTERS:
+        return _pixels(reduced(media[len(media) // 2 :][:1], _LARGEST))
+    frames = media[first_to_last(len(media), _QUARTERS)]
+    return _pixels(grid(reduced(frames, _LARGEST // 2), 2)[None])
+
+
+def _pixels(picture: Float[Tensor, "1 3 H W"]) -> np.ndarray:
+    return bytes_of(picture)[0].permute(1, 2, 0).numpy()
 
 
 def _rounded(numbers: Tensor) -> list[Any]:

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from flowalign.data import read_prompts
 from flowalign.distributed import Processes
+from flowalign.film import LONGEST, MOST_FRAMES, reduced, thinned
+from flowalign.grids import write_grid
 from flowalign.paths import write_text
 from flowalign.rewards import Rewards
 from flowalign.rollout import generate
 from flowalign.seeds import generator
 from flowalign.types import Policy
+from flowalign.video_files import write_clip
 
 GRID_COLUMNS = 8
 
@@ -27,13 +30,13 @@ class Evaluation:
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Name of a split to its prompts file."""
     num_prompts: int = 512
-    """Pictures in all, divided evenly over splits; prompts repeat with other seeds to fill up."""
+    """Samples in all, divided evenly over splits; prompts repeat with other seeds to fill up."""
     num_steps: int = 40
     every: int = 0
     seed: int = 1234
     micro_batch: int = 64
     grid: int = 24
-    """Pictures in the sample grids."""
+    """Samples in the grids."""
 
     def __post_init__(self) -> None:
         """Refuse an evaluation of nothing."""
@@ -61,11 +64,13 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores of all pictures, and the pictures of the grid."""
+    """Scores of all pictures or clips, and those of the grid."""
 
     metrics: dict[str, float]
-    grid: Float[Tensor, "n 3 H W"]
+    grid: Float[Tensor, "n F 3 H W"]
     grid_prompts: list[str]
+    fps: float | None = None
+    """Of clips, which are reduced to what a page shows; None for pictures, as they are."""
 
 
 def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
@@ -77,20 +82,25 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
         [generator(cfg.seed, "evaluation", i) for i in mine], cfg.micro_batch,
     )  # fmt: skip
     prompts, order = [items[i][1] for i in mine], {text: n for n, (_, text) in enumerate(items)}
-    scoring, first_frames = rewards.scoring(), []
+    scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
+    kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
     for start in range(0, len(mine), cfg.micro_batch):
         some = prompts[start : start + cfg.micro_batch]
         media = policy.decode(latents[start : start + len(some)]).cpu()
-        scoring.add(rewards.batch(media, some, [order[prompt] for prompt in some]))
-        first_frames.append(media[:, 0])
+        scoring.add(rewards.batch(media, some, [order[p] for p in some], policy.fps))
+        kept |= {
+            i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
+            for i, frames in zip(mine[start:], media, strict=False)
+            if i in shown
+        }
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
-    frames = processes.gather(torch.cat(first_frames))
-    shown = _spread_over_splits(items, cfg.grid)
+    kept = processes.merged(kept)
     return Evaluated(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
         | {"eval/diversity": diversity(latents, [prompt for _, prompt in items])},
-        grid=frames[shown],
+        grid=torch.stack([kept[i] for i in shown]),
         grid_prompts=[items[i][1] for i in shown],
+        fps=policy.fps,
     )
 
 
@@ -109,22 +119,23 @@ def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
 
 
 def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
-    """Write `samples/step-NNNNNN.png` and note it in `samples/index.json`."""
-    from torchvision.utils import make_grid, save_image
+    """Write `samples/step-NNNNNN.png` and note it in `samples/index.json`.
 
-    samples = folder / "samples"
-    samples.mkdir(exist_ok=True)
+    Of clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
+    """
+    samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
     steps = json.loads(index.read_text())["steps"] if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
-    partial = samples / ".grid.tmp"
-    save_image(make_grid(evaluated.grid, nrow=columns), partial, format="png")
-    partial.replace(samples / f"step-{step:06d}.png")
-    content = {
-        "prompts": evaluated.grid_prompts,
-        "steps": sorted({*steps, step}),
-        "columns": columns,
-    }
+    write_grid(samples / f"{name}.png", evaluated.grid, columns, evaluated.fps)
+    content = {"prompts": evaluated.grid_prompts, "steps": sorted({*steps, step})}
+    if evaluated.fps:
+        for i, clip in enumerate(evaluated.grid):
+            some, rate = thinned(len(clip), evaluated.fps, MOST_FRAMES)
+            write_clip(samples / name / f"{i:03}.webp", clip[some], rate)
+        content |= {"columns": 1, "fps": evaluated.fps}
+    else:
+        content |= {"columns": columns}
     write_text(index, json.dumps(content, indent=1))
 
 

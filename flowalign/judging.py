@@ -81,6 +81,7 @@ def _sampled(
         [generator(seed, "noise", step, i) for i in mine],
         keep_means=cfg.algorithm.needs_mean_old,
         finish=[tail for tail in cfg.asked(window) if tail[1].follows_rollout],
+        keep=cfg.kept(window),
     )
 
 

@@ -1,7 +1,9 @@
 """Pictures and videos as tensors, from a path or from bytes."""
 
 import io
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, UInt8
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from torch import Tensor
 
-from flowalign.records import VIDEOS, Media
+from flowalign.frame_choice import Choice, MediaProblem, Shown, mean_rate
+from flowalign.records import PICTURES, VIDEOS, Media
 
-
-class MediaProblem(ValueError):
-    """Why a file gives no frames: what kind of problem, a colon, and the details."""
+__all__ = ["Choice", "Clip", "MediaProblem", "decode"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Clip:
 
     pixels: UInt8[Tensor, "F 3 H W"]
     fps: float | None = None
-    """Frames per second of these frames; None for a picture."""
+    """Frames per second of these frames; None for a picture, or where nobody knows."""
 
     @property
     def frames(self) -> Float[Tensor, "F 3 H W"]:
@@ -34,91 +35,191 @@ class Clip:
         return self.pixels.float() / 255
 
 
-def decode(medium: Media, max_frames: int | None = None) -> Clip:
-    """All frames of a video, or so many evenly spaced ones; a picture is one frame.
+def decode(
+    medium: Media,
+    max_frames: int | None = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
+) -> Clip:
+    """All frames of a video, or those that a `Choice` of these options names; a picture is one.
 
-    A picture is turned as its EXIF data say, and loses its transparency.
+    The path may be a folder of pictures: frames in the natural order of their names, at the rate
+    of the medium. A video's own rate goes before that; where its frames come unevenly, it is their
+    mean rate. Pictures are turned as their EXIF data say, and lose their transparency.
 
     Raises:
-        MediaProblem: the file is missing, truncated, empty or of an unknown kind.
+        MediaProblem: the file is missing, damaged, empty or of an unknown kind, or it does not
+            have the frames that are wanted; none is ever repeated or made up.
         ValueError: it is a video, and av is not installed.
     """
+    choice = Choice(max_frames, fps, num_frames)
     path = Path(medium.path) if medium.path else None
+    if path and path.is_dir():
+        return _folder(path, medium.fps, choice)
     if path and not path.is_file():
         raise MediaProblem(f"missing file: {path}")
     source = path or io.BytesIO(medium.data or b"")
     name = str(path) if path else f"{len(medium.data or b'')} bytes"
-    if path is None or path.suffix.lower() not in VIDEOS:
-        try:
-            return Clip(_picture(source, name))
-        except UnidentifiedImageError as error:
-            if path or not _looks_like_video(medium.data or b""):
-                raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
-    return _video(source, name, medium.fps, max_frames)
-
-
-def _picture(source: Path | io.BytesIO, name: str) -> UInt8[Tensor, "1 3 H W"]:
-    try:
-        with Image.open(source) as image:
-            if image.mode.startswith("I;16"):
-                grey = np.asarray(image).astype(np.float32) / 257
-                upright = Image.fromarray(grey.round().astype(np.uint8)).convert("RGB")
-            elif image.mode in ("I", "F"):
-                raise MediaProblem(f"unreadable picture: {name} has values of unknown range")
-            else:
-                upright = ImageOps.exif_transpose(image).convert("RGB")
-    except UnidentifiedImageError:
-        raise
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise MediaProblem(f"truncated or damaged picture: {name} ({error})") from error
-    return torch.from_numpy(np.array(upright)).permute(2, 0, 1)[None].contiguous()
+    if path.suffix.lower() in VIDEOS if path else _looks_like_video(medium.data or b""):
+        return _video(source, name, medium.fps, choice)
+    return _picture(source, name, medium.fps, choice)
 
 
 def _looks_like_video(data: bytes) -> bool:
-    """MP4 and relatives, Matroska, AVI."""
-    return data[4:8] == b"ftyp" or data[:4] == b"\x1aE\xdf\xa3" or data[8:12] == b"AVI "
+    """MP4 and relatives, Matroska, GIF, AVI."""
+    return data[4:8] == b"ftyp" or data[:4] in (b"\x1aE\xdf\xa3", b"GIF8") or data[8:12] == b"AVI "
 
 
-def _video(source: Path | io.BytesIO, name: str, fps: float | None, most: int | None) -> Clip:
-    total = _count(source, name) if most else 0
-    wanted = _evenly(total, most) if most and total > most else None
-    frames = []
-    with _opened(source, name) as container:
-        stream = container.streams.video[0]
-        rate = float(stream.average_rate) if stream.average_rate else fps
-        for i, frame in enumerate(container.decode(stream)):
-            if wanted is None or i in wanted:
-                frames.append(torch.from_numpy(frame.to_ndarray(format="rgb24")))
-    if not frames:
+def _clip(
+    name: str, shown: Iterable[Shown], total: int, choice: Choice,
+    pixels: Callable[[Any], np.ndarray], stated: float | None = None, tick: float = 0.0,
+) -> Clip:  # fmt: skip
+    """The chosen ones of these frames, the only ones of which `pixels` are asked."""
+    seconds: list[float] = []
+
+    def noted() -> Iterator[Shown]:
+        for one in shown:
+            seconds.append(one.second)
+            yield one
+
+    arrays = [pixels(frame) for _, frame in choice.of(noted(), total, name)]
+    if not arrays:
         raise MediaProblem(f"no frames: {name}")
-    if rate and wanted:
-        rate *= len(wanted) / total
-    return Clip(torch.stack(frames).permute(0, 3, 1, 2).contiguous(), rate)
+    if len(sizes := {array.shape for array in arrays}) > 1:
+        both = " and ".join(f"{width} x {height}" for height, width, _ in sorted(sizes)[:2])
+        raise MediaProblem(f"frames of different sizes: {name} has some of {both}")
+    rate = choice.rate(mean_rate(seconds, stated, tick), total)
+    return Clip(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous(), rate)
 
 
-def _evenly(total: int, count: int) -> set[int]:
-    """The middle of each of `count` equal parts."""
-    return {int((i + 0.5) * total / count) for i in range(count)}
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
+    """One frame, or those of an animated WebP."""
+    with _opened_picture(source, name) as image:
+        frames = ImageSequence.all_frames(image) if image.format == "WEBP" else [image]
+        lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
+        starts = np.cumsum([0.0, *lasting])
+        known = starts[-1] > 0
+        shown = [
+            Shown(float(starts[i]) if known else np.nan, frame) for i, frame in enumerate(frames)
+        ]
+        stated = len(frames) / float(starts[-1]) if known else fps
+        return _clip(
+            name, shown, len(frames), choice, lambda frame: _upright(frame, name),
+            stated if len(frames) > 1 else None,
+        )  # fmt: skip
+
+
+def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
+    """Frames that are files; a broken one breaks the clip."""
+    paths = sorted(
+        (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
+        key=lambda path: [
+            (int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"(\d+)", path.name)
+        ],
+    )
+    shown = (Shown(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
+
+    def pixels(path: Path) -> np.ndarray:
+        with _opened_picture(path, str(path)) as image:
+            return _upright(image, str(path))
+
+    return _clip(str(folder), shown, len(paths), choice, pixels, fps)
+
+
+@contextmanager
+def _opened_picture(source: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(source) as image:
+            yield image
+    except UnidentifiedImageError as error:
+        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise MediaProblem(f"truncated or damaged picture: {name} ({error})") from error
+
+
+def _upright(image: Image.Image, name: str) -> np.ndarray:
+    if image.mode.startswith("I;16"):
+        grey = np.asarray(image).astype(np.float32) / 257
+        image = Image.fromarray(grey.round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise MediaProblem(f"unreadable picture: {name} has values of unknown range")
+    else:
+        image = ImageOps.exif_transpose(image)
+    return np.array(image.convert("RGB"))
+
+
+# Videos -------------------------------------------------------------------------------------------
+
+
+def _video(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
+    total = _count(source, name) if choice.max_frames else 0
+    with _opened_video(source, name) as (container, stream):
+        if container.format.name == "gif" and _last_byte(source) != b";":
+            raise MediaProblem(f"truncated or damaged video: {name} has no end")
+        stated = float(stream.average_rate) if stream.average_rate else fps
+        return _clip(
+            name, _shown(container, stream, stated, name), total, choice,
+            lambda frame: frame.to_ndarray(format="rgb24"), stated, float(stream.time_base or 0),
+        )  # fmt: skip
+
+
+def _shown(container: Any, stream: Any, rate: float | None, name: str) -> Iterator[Shown]:
+    """Frames with their moments; without timestamps, at an even rate.
+
+    Decoders hide damage: they go on with what they have, and end early without a word.
+    """
+    before = second = lasting = 0.0
+    for i, frame in enumerate(container.decode(stream)):
+        if frame.is_corrupt:
+            raise MediaProblem(f"truncated or damaged video: {name} (frame {i + 1} is damaged)")
+        even = i / rate if rate else np.nan
+        before, second = second, even if frame.time is None else frame.time
+        lasting = float(frame.duration * (frame.time_base or 0))
+        yield Shown(second, frame)
+    alone = container.duration if len(container.streams) == 1 else None
+    end = second + max(lasting, second - before, 1 / rate if rate else 0)
+    if alone and alone / 1e6 - end > second - before:
+        where = f"ends after {end:.3f} of {alone / 1e6:.3f} s"
+        raise MediaProblem(f"truncated or damaged video: {name} ({where})")
 
 
 def _count(source: Path | io.BytesIO, name: str) -> int:
     """Frames of a video, without decoding them."""
-    with _opened(source, name) as container:
-        return sum(1 for packet in container.demux(video=0) if packet.size)
+    with _opened_video(source, name) as (container, stream):
+        return sum(1 for packet in container.demux(stream) if packet.size)
+
+
+def _last_byte(source: Path | io.BytesIO) -> bytes:
+    if isinstance(source, io.BytesIO):
+        return source.getvalue()[-1:]
+    with source.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
 
 
 @contextmanager
-def _opened(source: Path | io.BytesIO, name: str) -> Iterator[Any]:
+def _opened_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any]]:
+    """A container and its first stream of moving pictures; the cover of a song is none."""
     try:
         import av
+        from av.stream import Disposition
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
         with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
-            if not container.streams.video:
+            moving = [
+                stream
+                for stream in container.streams.video
+                if not stream.disposition & Disposition.attached_pic
+            ]
+            if not moving:
                 raise MediaProblem(f"no frames: {name} has no video stream")
-            yield container
+            yield container, moving[0]
     except av.FFmpegError as error:
         raise MediaProblem(f"truncated or damaged video: {name} ({error.strerror})") from error

@@ -91,11 +91,11 @@ def portions(
 def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
     """Transition k of the chosen samples."""
     trajectory = batch.trajectory
-    on_device = chosen.to(trajectory.states.device)
+    on_device = chosen.to(trajectory.device)
     return Minibatch(
         k=k,
-        x=trajectory.states[on_device, k],
-        x_next=trajectory.states[on_device, k + 1],
+        x=trajectory.state(k, chosen),
+        x_next=trajectory.state(k + 1, chosen),
         logp_old=trajectory.logp[on_device, k],
         advantage=batch.advantage[chosen, k].to(on_device.device),
         weight=batch.weight[k].expand(len(chosen)),
@@ -103,7 +103,7 @@ def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         eta=trajectory.eta[on_device, k],
         kernel=trajectory.kernel,
         cond=take(trajectory.cond, on_device // trajectory.group_size),
-        mean_old=trajectory.means[k][on_device] if k in trajectory.means else None,
+        mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
     )
 
@@ -111,7 +111,7 @@ def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
 def _chunk(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
     if batch.chunk is None:
         return None
-    device = batch.trajectory.states.device
+    device = batch.trajectory.device
     size = batch.mask[chosen][:, batch.chunk == batch.chunk[k]].sum(1).to(device)
     others = torch.zeros(len(chosen)) if batch.others is None else batch.others[chosen, k]
     return Chunk(others.to(device), size)

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from math import prod
 
+from flowalign import memory
+from flowalign.clips import clips_of
 from flowalign.config import AnyRun, PreferenceRun, Run
 from flowalign.minibatches import alternatives
-from flowalign.preference.references import Base
 from flowalign.recipe import Online
 from flowalign.reference import unguided
-from flowalign.rollout import DTYPES
 from flowalign.seeds import generator
 from flowalign.types import ModelPlan, Trajectory
 
@@ -20,27 +20,25 @@ def plan(run: AnyRun, world: int = 1) -> dict[str, str]:
         raise ValueError(
             f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
         )
-    if isinstance(run, Run):
-        rows, data, micro_batch = *_online(run, model, world), run.recipe.micro_batch
-        micro_batch *= run.policy.evaluations_per_velocity
-    else:
-        rows, data = _preference(run, model, world)
-        micro_batch = run.recipe.micro_batch * (2 if run.data.paired else 1)
+    rows, kept = (
+        _online(run, model, world) if isinstance(run, Run) else _preference(run, model, world)
+    )
+    parts = [*memory.network(run, model), *kept, memory.update(run, model)]
     return rows | {
         "updates per step": f"{run.recipe.updates}, {run.num_steps * run.recipe.updates} "
         "in the whole run",
         "denoiser parameters": f"{model.parameters:,}",
         "trainable parameters": f"{model.trainable:,} ({model.trainable / model.parameters:.1%})",
-        "memory, about": _memory(run, model, data, micro_batch),
+        **memory.rows(parts, memory.available(run.device)),
     }
 
 
-def _online(run: Run, model: ModelPlan, world: int) -> tuple[dict[str, str], dict[str, int]]:
-    """What a step samples, credits and trains; bytes of its trajectories on a process."""
+def _online(run: Run, model: ModelPlan, world: int) -> tuple[dict[str, str], list[memory.Part]]:
+    """What a step samples, credits and trains; what its trajectories take."""
     sampling = run.recipe.sampling
     samples = run.recipe.units_per_step
     window = sampling.window.steps(sampling.num_steps, 0, generator(run.seed, "window", 0))
-    _check(run, world)
+    _check(run, model, world)
     recipe, per_velocity = run.recipe, run.policy.evaluations_per_velocity
     cost = {
         name: count * recipe.prompts_per_step
@@ -50,7 +48,6 @@ def _online(run: Run, model: ModelPlan, world: int) -> tuple[dict[str, str], dic
     states = sorted({k for k, _ in asked})
     valued = {*asked, (sampling.num_steps, recipe.completion)}
     scored = recipe.prompts_per_step * sum(len(blank.holders(k)) for k, _ in valued)
-    kept = samples // world * (sampling.num_steps + 1) * prod(model.latent_shape)
     return {
         "samples per step": f"{samples} = {run.recipe.prompts_per_step} prompts "
         f"x {sampling.samples_per_prompt}",
@@ -65,13 +62,13 @@ def _online(run: Run, model: ModelPlan, world: int) -> tuple[dict[str, str], dic
         "reward calls per step": f"{scored * len(run.rewards)}",
         **_calibration(run, window, per_velocity),
         "samples in the whole run": f"{samples * run.num_steps}",
-    }, {"trajectories": kept * DTYPES[sampling.state_dtype].itemsize}
+    }, memory.rollout(run, model, world, window)
 
 
 def _preference(
     run: PreferenceRun, model: ModelPlan, world: int
-) -> tuple[dict[str, str], dict[str, int]]:
-    """What a step matches, and what its source makes for that; bytes of a batch of latents."""
+) -> tuple[dict[str, str], list[memory.Part]]:
+    """What a step matches, and what its source makes for that; a batch of latents."""
     recipe, units = run.recipe, run.data.units_per_step
     recipe.times.check(model.sigmas)
     if units < world:
@@ -86,16 +83,18 @@ def _preference(
         if recipe.needs_reference else f"{type(loss).__name__}, no reference",
         **run.data.plan(per_velocity, len(run.rewards)),
         "matching evaluations per step": f"{rows} training{beside}",
-    }, {"latents": 4 * (batch // world) * size}  # fmt: skip
+    }, [memory.Part("latents", 4 * (batch // world) * size)]  # fmt: skip
 
 
-def _check(run: Run, world: int) -> None:
+def _check(run: Run, model: ModelPlan, world: int) -> None:
     """What a run needs beyond a run file that can be read."""
     if run.recipe.prompts_per_step < world:
         raise ValueError(
             f"recipe.prompts_per_step is {run.recipe.prompts_per_step}, "
             f"fewer than the {world} processes"
         )
+    if run.recipe.sampling.clip:
+        clips_of(run.recipe.sampling.clip, model.latent_shape, [generator(run.seed, "clip")])
     if run.recipe.completion.guidance == "off":
         unguided(run.policy)
     if run.recipe.completion.weights == "ema" and run.ema is None:
@@ -143,33 +142,3 @@ def _calibration(run: Run, window: Sequence[int], per_velocity: int) -> dict[str
         f"evaluations, {samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards)} "
         "reward calls"
     }
-
-
-def _memory(run: AnyRun, model: ModelPlan, data: dict[str, int], micro_batch: int) -> str:
-    """Denoiser, optimizer, copies, data, one micro-batch of activations; no encoders, no texts."""
-    whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
-    parts = {
-        "weights": model.parameters * (4 if whole else model.bytes_per_parameter),
-        "optimizer": model.trainable * 4 * (4 - whole + bool(run.ema)),
-        "copies": model.trainable * 4 * (whole + _num_copies(run)),
-        **data,
-        "activations": micro_batch * model.activation_bytes,
-    }
-    return f"{_size(sum(parts.values()))} per process: " + ", ".join(
-        f"{name} {_size(value)}" for name, value in parts.items() if value
-    )
-
-
-def _num_copies(run: AnyRun) -> int:
-    """Of the trained parameters, for a reference that is not the base, and an expert."""
-    if isinstance(run, Run):
-        return 0
-    return (not isinstance(run.recipe.reference, Base)) + (run.recipe.expert is not None)
-
-
-def _size(num_bytes: int | float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"

@@ -9,7 +9,7 @@ from flowalign import gates
 from flowalign.algorithms.grpo import GRPO
 from flowalign.chunks import check_chains
 from flowalign.combining import LogSigmoidCentred, Pareto, Thresholds
-from flowalign.completion import Tail, asked_states
+from flowalign.completion import Asked, Tail, asked_states
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.advantage import Combine, Scale
 from flowalign.functional.tail import Completion
@@ -101,11 +101,25 @@ class Online:
     def blank(self, steps: Sequence[int]) -> Trajectory:
         """The samples of one prompt before they are drawn. ValueError if they do not fit."""
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return blank(self.sampling, steps, [""], torch.zeros(1, 1), sigmas)
+        return blank(self.sampling, steps, [""], sigmas)
 
     def asked(self, steps: Sequence[int]) -> tuple[Tail, ...]:
         """The states that the credit method values. ValueError if its needs are not met."""
-        earned, asked = asked_states(self.credit, self.blank(steps), self.completion)
+        return self._asked(steps).valued
+
+    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """The states that a rollout keeps: of trained steps, the last, and what credit starts from
+        or reads."""
+        num_steps = self.sampling.num_steps
+        if self.algorithm.chunks == "latent_change":
+            return tuple(range(num_steps + 1))
+        asked = self._asked(steps)
+        started = {k for k, how in asked.valued if not how.follows_rollout}
+        return tuple(sorted({num_steps, *steps, *(k + 1 for k in steps), *started, *asked.read}))
+
+    def _asked(self, steps: Sequence[int]) -> Asked:
+        asked = asked_states(self.credit, self.blank(steps), self.completion)
+        earned = asked.earned
         if earned.normalised != (self.advantage_scale == "given"):
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "

@@ -6,7 +6,6 @@ page out.
 
 import contextlib
 import io
-import json
 import math
 import os
 import re
@@ -23,12 +22,9 @@ from flowalign.calibration import read_calibration
 from flowalign.calibration_chart import draw_calibration
 from flowalign.charts import Lines, chart, data_address, num_smoothed, panels, weights_in
 from flowalign.console import duration
+from flowalign.report_samples import read_json, samples
 from flowalign.tracking import read_metrics
 
-PADDING = 2
-"""Pixels around every picture of a grid."""
-_SMALL, _LARGEST = 128, 320
-"""Sides in pixels: up to the first a picture is kept as it is, above the second it is reduced."""
 _WIDEST, _HEAVIEST = 1600, 500_000
 """Pixels across, to which a picture with text is reduced, and bytes at which it becomes JPEG."""
 _HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
@@ -63,7 +59,7 @@ class Change:
 def write_report(folder: Path) -> Path:
     """Write `report.html` into a run directory, all at once, and return its path."""
     series = collect(read_metrics(folder))
-    summary = _json(folder / "summary.json")
+    summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
     config = folder / "config.yaml"
     template = Path(__file__).with_name("report_template.html.j2").read_text(encoding="utf-8")
@@ -167,66 +163,11 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
     return shown
 
 
-def samples(folder: Path) -> dict[str, Any]:
-    """The pictures of the first and the last step that has a grid, prompt by prompt."""
-    index = _json(folder / "index.json")
-    prompts, num_columns = index.get("prompts", []), index.get("columns", 1)
-    steps = sorted(index.get("steps", []))
-    first = _first_grid(folder, steps)
-    last = _first_grid(folder, steps[::-1])
-    if not prompts or not first or not last:
-        return {}
-    shown = dict([first, last])
-    cut = [cut_grid(grid, len(prompts), num_columns) for grid in shown.values()]
-    return {
-        "steps": list(shown),
-        "cards": list(zip(prompts, zip(*map(_addresses, cut), strict=True), strict=True)),
-        "pixelated": max(cut[0][0].size) <= _SMALL,
-    }
-
-
-def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:
-    """The first of these grids that is there and was not cut short by an interruption."""
-    for step in steps:
-        try:
-            with Image.open(folder / f"step-{step:06}.png") as grid:
-                return step, grid.convert("RGB")
-        except OSError:
-            continue
-    return None
-
-
-def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
-    """The pictures of a grid, row by row; PADDING pixels lie around each of them."""
-    num_columns = min(num_columns, num_pictures)
-    num_rows = -(-num_pictures // num_columns)
-    width = (grid.width - PADDING) // num_columns
-    height = (grid.height - PADDING) // num_rows
-    corners = [
-        (PADDING + i % num_columns * width, PADDING + i // num_columns * height)
-        for i in range(num_pictures)
-    ]
-    return [grid.crop((x, y, x + width - PADDING, y + height - PADDING)) for x, y in corners]
-
-
-def _addresses(pictures: Sequence[Image.Image]) -> list[str]:
-    """Small pictures as they are; large ones reduced, or the page would be too heavy to open."""
-    addresses = []
-    for picture in pictures:
-        content = io.BytesIO()
-        small = max(picture.size) <= _SMALL
-        if small:
-            picture.save(content, "PNG")
-        else:
-            picture.thumbnail((_LARGEST, _LARGEST))
-            picture.save(content, "JPEG", quality=88)
-        addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
-    return addresses
-
-
 def credit(folder: Path) -> dict[str, Any]:
     """The pictures of what denoising steps have earned, of the first and the last step with one."""
-    records = {png: _json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))}
+    records = {
+        png: read_json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))
+    }
     found = [png for png, record in records.items() if record]
     shown = []
     for png in dict.fromkeys([*found[:1], *found[-1:]]):
@@ -285,13 +226,3 @@ def _count(value: float) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "-"
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if it is missing or was cut short by an interruption."""
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return {}

@@ -38,9 +38,9 @@ class MediaBatch:
         return len(self.media)
 
     def take(self, rows: Sequence[int]) -> "MediaBatch":
-        """The given samples, in that order."""
+        """The given samples, in that order; neighbours share the memory of this batch."""
         return MediaBatch(
-            self.media[list(rows)],
+            _rows(self.media, rows),
             _pick(self.prompts, rows), _pick(self.metadata, rows), _pick(self.fps, rows),
             _pick(self.references, rows), _pick(self.groups, rows),
         )  # fmt: skip
@@ -157,6 +157,13 @@ class RewardModel(ABC):
         Where the batch's media require a gradient, so do the values; a model without a gradient
         path refuses such a batch.
         """
+
+
+def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
+    """These samples; not copied where they follow each other, for videos are large."""
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return media[rows[0] : rows[0] + len(rows)]
+    return media[list(rows)]
 
 
 def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowalign.costs import Costs
 from flowalign.functional.combine import Multipliers
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput
+from flowalign.types import Loadable, MediaBatch, Policy, RewardModel, RewardOutput
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
 
@@ -63,6 +63,22 @@ class Rewards:
                 f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}"
             )
 
+    def check_policy(self, policy: Policy) -> None:
+        """ValueError where a model cannot score what the policy makes. Needs no weights."""
+        name = type(policy).__name__
+        for spec in (model.spec for model in self.models):
+            if policy.fps is None and "fps" in spec.needs:
+                raise ValueError(
+                    f"reward {spec.name!r} needs frames per second; {name} makes pictures"
+                )
+            if policy.fps is None and spec.modality == "video":
+                raise ValueError(f"reward {spec.name!r} scores videos; {name} makes pictures")
+            if policy.fps is not None and spec.modality == "image":
+                raise ValueError(
+                    f"reward {spec.name!r} scores images; {name} makes videos. "
+                    "Wrap it in reward_models.per_frame.PerFrame"
+                )
+
     @property
     def current_weights(self) -> Float[Tensor, "R"]:
         """The weights of this step: those given, times the multipliers of thresholds."""
@@ -78,11 +94,16 @@ class Rewards:
                 model.load()
 
     def batch(
-        self, media: Float[Tensor, "n F 3 H W"], prompts: Sequence[str], groups: Sequence[int] = ()
+        self,
+        media: Float[Tensor, "n F 3 H W"],
+        prompts: Sequence[str],
+        groups: Sequence[int] = (),
+        fps: float | None = None,
     ) -> MediaBatch:
-        """Media with all that is known of their prompts."""
+        """Media with all that is known of their prompts; `fps` is that of all, None of pictures."""
         metadata = [self.metadata.get(prompt, {}) for prompt in prompts] if self.metadata else ()
-        return MediaBatch(media, prompts, metadata, groups=groups)
+        rates = () if fps is None else (fps,) * len(media)
+        return MediaBatch(media, prompts, metadata, fps=rates, groups=groups)
 
     def scoring(self) -> "Scoring":
         """Scores for media that arrive in chunks; every model works in its own thread."""

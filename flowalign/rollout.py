@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.branching import Branching, Chain, Layout, layout
+from flowalign.clips import Clip, clips_of, shared_outside
 from flowalign.completion import Tail, Tails, velocity
 from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
@@ -16,6 +17,29 @@ from flowalign.types import Policy, Trajectory
 from flowalign.windows import AllButLast, Window
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where and how exactly the states of a rollout are kept until they are learned from."""
+
+    device: Literal["same", "cpu"] = "same"
+    """same: where the policy computes. cpu: in main memory, for a copy of each kept state and of
+    each minibatch."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The rollout goes on from the rounded states, so that replay sees what the policy saw."""
+
+    def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """What keeping leaves of a state, in float32."""
+        return x.to(DTYPES[self.dtype]).float()
+
+    def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """A rounded state as it is kept."""
+        return self.placed(x.to(DTYPES[self.dtype]))
+
+    def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """A tensor where states are kept."""
+        return x.cpu() if self.device == "cpu" else x
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +61,10 @@ class Sampling:
     """How samples of one initial noise come apart."""
     merge: float | None = None
     """Make the one SDE step so long that exp(entropy per element) reaches this. E-GRPO: 2.2."""
-    state_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What states are stored in; states are rounded to it before their log-probability is taken."""
+    clip: Clip | None = None
+    """For videos: the latent frames in which the samples of a prompt differ; null: in all."""
+    states: Storage = field(default_factory=Storage)
+    """How the states are kept that training looks at."""
     micro_batch: int = 64
     """Samples per network call, decode and reward call: the memory budget of a rollout."""
 
@@ -85,57 +111,50 @@ def sample(
     generators: Sequence[torch.Generator],
     keep_means: bool = False,
     finish: Collection[Tail] = (),
+    keep: Collection[int] | None = None,
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
     Each prompt has its own generator: how prompts are spread over processes changes no draw. The
     states in `finish` are completed on the way: their tails take each step in one network call
-    with the trajectories, so that T calls in a row do, however many states are finished.
+    with the trajectories, so that T calls in a row do, however many states are finished. Kept are
+    the states in `keep`, None: all; that changes no draw either.
     """
-    x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
-    trajectory = blank(cfg, steps, prompts, x, policy.schedule(cfg.num_steps))
-    if cfg.merge is not None:
-        eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
-        sigmas = merged_schedule(cfg.kernel, trajectory.sigmas, k, eta, cfg.merge)
-        trajectory = replace(trajectory, sigmas=sigmas)
-    trajectory = replace(trajectory, cond=policy.encode(prompts))
-    states, eta, device = trajectory.states, trajectory.eta, x.device
-    states[:, 0] = x[trajectory.places(0).to(device)]
-    tails, means = Tails(trajectory, finish), {}
+    trajectory = _scheduled(policy, prompts, cfg, steps)
+    noise = _Noise(policy, cfg, steps, trajectory, generators)
+    tails, means, x = Tails(trajectory, finish), {}, cfg.states.rounded(noise.start)
+    states: dict[int, Tensor] = {}
+
+    def put(k: int) -> None:
+        if keep is None or k in keep:
+            states[k] = cfg.states.kept(x[trajectory.holders(k).to(x.device)])
+
+    put(0)
     for k in range(cfg.num_steps):
-        x, rows = states[:, k].float(), trajectory.holders(k)
-        v = tails.step(policy, k, x[rows.to(device)], rows, cfg.micro_batch)
-        distribution = transition(
-            cfg.kernel, x, v[trajectory.places(k).to(device)], trajectory.sigmas, k, eta[:, k]
-        )
-        x = (
-            sample_next(distribution, _noise(cfg, trajectory, k, generators))
-            if k in steps
-            else distribution.mean
-        )
-        states[:, k + 1] = x[trajectory.origin[:, k + 1].to(device)]
-        logp = log_density(cfg.kernel, states[:, k + 1].float(), distribution)
-        trajectory.logp[:, k] = torch.where(eta[:, k] > 0, logp, 0.0)
+        rows, eta = trajectory.holders(k), trajectory.eta[:, k]
+        v = tails.step(policy, k, x[rows.to(x.device)], rows, cfg.micro_batch)
+        v = v[trajectory.places(k).to(x.device)]
+        distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
+        x = cfg.states.rounded(x[trajectory.origin[:, k + 1].to(x.device)])
+        logp = log_density(cfg.kernel, x, distribution)
+        trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
         if keep_means and k in steps:
-            means[k] = distribution.mean
-    return replace(trajectory, means=means, finished=tails.at)
+            means[k] = cfg.states.placed(distribution.mean)
+        put(k + 1)
+    return replace(trajectory, states=states, means=means, finished=tails.at)
 
 
 def blank(
-    cfg: Sampling,
-    steps: Sequence[int],
-    prompts: Sequence[str],
-    x: Float[Tensor, "n *latent"],
-    sigmas: Float[Tensor, "S"],
+    cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
-    """Trajectories before they are drawn: zeros on the device of x, in their final arrangement."""
+    """Trajectories before they are drawn, without states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
-    size = len(prompts) * group
     return Trajectory(
-        logp=torch.zeros(size, cfg.num_steps, device=x.device),
-        states=x.new_zeros(size, cfg.num_steps + 1, *x.shape[1:], dtype=DTYPES[cfg.state_dtype]),
+        logp=torch.zeros(len(prompts) * group, cfg.num_steps, device=sigmas.device),
+        states={},
         sigmas=sigmas,
-        eta=one.eta.repeat(len(prompts), 1).to(x.device),
+        eta=one.eta.repeat(len(prompts), 1).to(sigmas.device),
         kernel=cfg.kernel,
         cond={},
         prompts=[prompt for prompt in prompts for _ in range(group)],
@@ -151,7 +170,7 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
     return replace(
         first,
         logp=torch.cat([part.logp for part in parts]),
-        states=torch.cat([part.states for part in parts]),
+        states={k: torch.cat([part.states[k] for part in parts]) for k in first.states},
         eta=torch.cat([part.eta for part in parts]),
         cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
         prompts=[prompt for part in parts for prompt in part.prompts],
@@ -183,16 +202,47 @@ def generate(
     return x
 
 
-def _noise(
-    cfg: Sampling, trajectory: Trajectory, k: int, generators: Sequence[torch.Generator]
-) -> Float[Tensor, "B *latent"]:
-    """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
-    shape = (trajectory.group_size, *trajectory.states.shape[2:])
+def _scheduled(
+    policy: Policy, prompts: Sequence[str], cfg: Sampling, steps: Sequence[int]
+) -> Trajectory:
+    """Blank trajectories of encoded prompts on the policy's schedule, one step of it longer where
+    steps are merged."""
+    trajectory = blank(cfg, steps, prompts, policy.schedule(cfg.num_steps))
+    sigmas = trajectory.sigmas
+    if cfg.merge is not None:
+        eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
+        sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
+    return replace(trajectory, sigmas=sigmas, cond=policy.encode(prompts))
 
-    def drawn() -> Tensor:
-        return torch.cat([torch.randn(shape, generator=generator) for generator in generators])
 
-    noise, spread = drawn(), cfg.branching.spread
-    if spread is not None:
-        noise = (drawn()[trajectory.origin[:, k]] + spread * noise) / (1 + spread**2) ** 0.5
-    return noise.to(trajectory.states.device)
+class _Noise:
+    """All that is random of a rollout, on the policy's device."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cfg: Sampling,
+        steps: Sequence[int],
+        trajectory: Trajectory,
+        generators: Sequence[torch.Generator],
+    ):
+        x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
+        self.branching, self.trajectory, self.generators = cfg.branching, trajectory, generators
+        self.shape, self.device = (cfg.samples_per_prompt, *x.shape[1:]), x.device
+        self.clips = clips_of(cfg.clip, x.shape[1:], generators) if cfg.clip else []
+        self.start: Tensor = self._shared(x)[trajectory.places(0).to(x.device)]
+        """State 0 of every sample."""
+
+    def of(self, k: int) -> Float[Tensor, "B *latent"]:
+        """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
+        noise, spread = self._drawn(), self.branching.spread
+        if spread is not None:
+            common = self._drawn()[self.trajectory.origin[:, k]]
+            noise = (common + spread * noise) / (1 + spread**2) ** 0.5
+        return self._shared(noise).to(self.device)
+
+    def _drawn(self) -> Tensor:
+        return torch.cat([torch.randn(self.shape, generator=g) for g in self.generators])
+
+    def _shared(self, noise: Tensor) -> Tensor:
+        return shared_outside(noise, self.clips) if self.clips else noise

@@ -1,8 +1,8 @@
-"""`flowalign sample`: pictures of a run file's model, as a grid or as a folder that can be scored.
+"""`flowalign sample`: what a run file's model makes, as a grid or as a folder that can be scored.
 
-A folder holds a PNG file for each prompt and copy, whose noise is a function of the seed and of
-both numbers, and `metadata.jsonl`. Files are written aside and renamed: the same command again
-goes on after a kill, and makes the same files.
+A folder holds a PNG file, or of a video model an MP4 file, for each prompt and copy, whose noise is
+a function of the seed and of both numbers, and `metadata.jsonl`. Files are written aside and
+renamed: the same command again goes on after a kill, and makes the same files.
 """
 
 import argparse
@@ -41,23 +41,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument("--prompt", action="append", help="may be repeated")
     prompts.add_argument("--prompts", metavar="FILE", help="one a line, or JSONL with `prompt`")
     add("--out", help="a PNG file for a grid, or a folder; the same one again goes on where it was;"
-        " default: samples.png, with --prompts a folder samples")  # fmt: skip
-    add("--count", type=int, default=4, help="pictures per prompt, default 4")
+        " default: samples.png, with --prompts a folder samples; a grid of clips is a film strip "
+        "as PNG, and moves as .webp, .gif, .mp4 or .webm")  # fmt: skip
+    add("--count", type=int, default=4, help="pictures or clips per prompt, default 4")
     add("--limit", type=int, help="only the first so many prompts")
     add("--num_steps", type=int, help="default: as the run file evaluates, or trains")
     add("--seed", type=int, help="default: the run file's")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, with the pictures written.
+    """0, with the files written.
 
     Raises:
         ConfigError: the user can correct it.
     """
+    from flowalign.video_files import CLIPS
+
     say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         request = _request(args)
-        say((_grid if request.out.suffix.lower() == ".png" else _folder)(request))
+        say((_grid if request.out.suffix.lower() in (".png", *CLIPS) else _folder)(request))
         return 0
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -72,7 +75,7 @@ class Request:
 
     run: "RunFile"
     settings: Mapping[str, Any]
-    """All that decides a picture, beside which one it is."""
+    """All that decides a picture or a clip, beside which one it is."""
     prompts: Sequence[str]
     count: int
     num_steps: int
@@ -93,15 +96,20 @@ class Request:
         if self.weights:
             self.run.policy.load_weights(self.weights)
 
-    def pictures(self, prompts: Sequence[str], generators: Sequence["torch.Generator"]) -> "Tensor":
-        """[n, 3, H, W] in [0, 1], on the CPU."""
+    @property
+    def fps(self) -> float | None:
+        """Of the clips; None for pictures."""
+        return self.run.policy.fps
+
+    def media(self, prompts: Sequence[str], generators: Sequence["torch.Generator"]) -> "Tensor":
+        """[n, F, 3, H, W] in [0, 1], on the CPU."""
         import torch
 
         from flowalign.rollout import generate
 
-        policy = self.run.policy
+        policy, at_once = self.run.policy, 1 if self.fps else _DECODED_AT_ONCE
         latents = generate(policy, prompts, self.num_steps, generators, self.micro_batch)
-        return torch.cat([policy.decode(x).cpu() for x in latents.split(_DECODED_AT_ONCE)])[:, 0]
+        return torch.cat([policy.decode(x).cpu() for x in latents.split(at_once)])
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -164,28 +172,29 @@ def _usual(run_file: "RunFile") -> tuple[int, int]:
 
 
 def _grid(request: Request) -> str:
-    """One picture, a row for each prompt."""
-    from torchvision.utils import make_grid, save_image
-
+    """One picture, a row for each prompt; of clips one that moves, or a film strip of each."""
+    from flowalign.grids import write_grid
     from flowalign.seeds import generator
 
+    if request.out.suffix.lower() != ".png" and not request.fps:
+        raise ValueError(f"{request.out}: the model makes pictures, whose grid is a .png file")
     request.load()
     prompts = [prompt for prompt in request.prompts for _ in range(request.count)]
     seeds = [generator(request.seed, "sample", i) for i in range(len(prompts))]
-    pictures = request.pictures(prompts, seeds)
-    request.out.parent.mkdir(parents=True, exist_ok=True)
-    save_image(make_grid(pictures, nrow=request.count), request.out, format="png")
-    return f"{len(prompts)} pictures, {request.count} a row: {request.out}"
+    told = write_grid(request.out, request.media(prompts, seeds), request.count, request.fps)
+    return f"{told}: {request.out}"
 
 
 @dataclass(frozen=True)
-class Picture:
+class Medium:
     """One file of a folder."""
 
     prompt: str
     number: int
     """Of the prompt, from 0."""
     copy: int
+    fps: float | None = None
+    """Of a clip; None for a picture."""
 
     @property
     def id(self) -> str:
@@ -195,22 +204,22 @@ class Picture:
     @property
     def file_name(self) -> str:
         """Within the folder."""
-        return f"{self.id}.png"
+        return f"{self.id}.{'mp4' if self.fps else 'png'}"
 
 
 def _folder(request: Request) -> str:
-    """A file for each picture; a batch is drawn whole, so that where a kill fell changes no bit."""
+    """A file for each of them; a batch is drawn whole, so that where a kill fell changes no bit."""
     out, size = request.out, request.micro_batch
-    pictures = [
-        Picture(prompt, number, copy)
+    media = [
+        Medium(prompt, number, copy, request.fps)
         for number, prompt in enumerate(request.prompts)
         for copy in range(request.count)
     ]
     out.mkdir(parents=True, exist_ok=True)
     agree(out / MANIFEST, request.settings, "`flowalign sample`")
-    batches = [pictures[k : k + size] for k in range(0, len(pictures), size)]
+    batches = [media[k : k + size] for k in range(0, len(media), size)]
     todo = [batch for batch in batches if _absent(out, batch)]
-    _list(out, pictures, request.seed)
+    _list(out, media, request.seed)
     if todo:
         request.load()
     start, made = time.perf_counter(), 0
@@ -219,42 +228,53 @@ def _folder(request: Request) -> str:
             made += _draw(request, batch)
             progress.update(step, {"throughput": made / (time.perf_counter() - start)})
     rate = made / (time.perf_counter() - start)
-    _list(out, pictures, request.seed)
-    return f"{len(pictures)} pictures, {made} of them new, {rate:.1f} pictures/s: {out}"
+    _list(out, media, request.seed)
+    what = "clips" if request.fps else "pictures"
+    return f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
 
 
-def _draw(request: Request, batch: Sequence[Picture]) -> int:
+def _draw(request: Request, batch: Sequence[Medium]) -> int:
     """Draw a batch, and write what is absent of it; how many these are."""
-    from PIL import Image
-
     from flowalign.seeds import generator
 
     seeds = [generator(request.seed, "sample", one.number, one.copy) for one in batch]
-    pixels = request.pictures([one.prompt for one in batch], seeds)
-    arrays = (pixels * 255).round().byte().permute(0, 2, 3, 1).numpy()
+    media = request.media([one.prompt for one in batch], seeds)
     absent = _absent(request.out, batch)
-    for one, array in zip(batch, arrays, strict=True):
+    for one, frames in zip(batch, media, strict=True):
         if one in absent:
-            partial = request.out / f".{one.file_name}.tmp"
-            Image.fromarray(array).save(partial, format="PNG")
-            partial.replace(request.out / one.file_name)
+            _write(request.out / one.file_name, frames, one.fps)
     with (request.out / LISTING).open("a") as listing:
         listing.writelines(_lines(absent, request.seed))
     return len(absent)
 
 
-def _absent(out: Path, batch: Sequence[Picture]) -> list[Picture]:
+def _write(file: Path, frames: "Tensor", fps: float | None) -> None:
+    from PIL import Image
+
+    from flowalign.film import bytes_of
+    from flowalign.video_files import write_clip
+
+    if fps:
+        write_clip(file, frames, fps)
+        return
+    partial = file.with_name(f".{file.name}.tmp")
+    Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy()).save(partial, format="PNG")
+    partial.replace(file)
+
+
+def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
     return [one for one in batch if not (out / one.file_name).exists()]
 
 
-def _list(out: Path, pictures: Sequence[Picture], seed: int) -> None:
+def _list(out: Path, media: Sequence[Medium], seed: int) -> None:
     """List those that are there, in order, in a form that `flowalign score` and training read."""
-    absent = set(_absent(out, pictures))
-    there = [one for one in pictures if one not in absent]
+    absent = set(_absent(out, media))
+    there = [one for one in media if one not in absent]
     write_text(out / LISTING, "".join(_lines(there, seed)))
 
 
-def _lines(pictures: Sequence[Picture], seed: int) -> Iterator[str]:
-    for one in pictures:
+def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
+    for one in media:
         row = {"id": one.id, "file_name": one.file_name, "prompt": one.prompt, "seed": seed}
-        yield json.dumps(row | {"copy": one.copy}) + "\n"
+        row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
+        yield json.dumps(row) + "\n"

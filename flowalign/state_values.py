@@ -76,7 +76,7 @@ class StateValues(Values):
             media = self.policy.decode(x).cpu()
             self.rewards.costs.decodes += len(x)
             prompts = [trajectory.prompts[int(i)] for i in row]
-            scoring.add(self.rewards.batch(media, prompts, group.tolist()))
+            scoring.add(self.rewards.batch(media, prompts, group.tolist(), self.policy.fps))
             kept.append(media[keep])
         self.asked.append(_Asked(missing, rows, scoring))
         self._keep(missing, torch.cat(kept))
@@ -89,8 +89,7 @@ class StateValues(Values):
         trajectory, end = self.trajectory, self.trajectory.num_steps
         latents = dict(self.finish([tail for tail in missing if tail[0] < end]))
         if (end, self.how) in missing:
-            holders = trajectory.holders(end).to(trajectory.states.device)
-            latents[end, self.how] = trajectory.states[holders, end].float()
+            latents[end, self.how] = trajectory.held(end)
         return latents
 
     def _keep(self, tails: Sequence[Tail], kept: Tensor) -> None:

@@ -13,8 +13,8 @@ x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = n
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,64 +34,13 @@ from flowalign.reward_types import (
     RewardOutput,
     RewardSpec,
 )
+from flowalign.trajectory import Cond, Trajectory
 
 __all__ = [
     "Backbone", "Cond", "CreditEstimator", "Head", "HeadNetwork", "Loadable", "MediaBatch",
     "Minibatch", "ModelPlan", "Personal", "Policy", "PolicyLoss", "RewardModel",
-    "RewardOutput", "RewardSpec", "StepCredit", "Trajectory", "Values", "VelocityField",
+    "RewardOutput", "RewardSpec", "Saving", "StepCredit", "Trajectory", "Values", "VelocityField",
 ]  # fmt: skip
-
-Cond = Mapping[str, Tensor]
-"""Text conditioning as a policy understands it. Every tensor has a leading sample axis."""
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """B denoising trajectories that share one schedule, as sampled by the old policy."""
-
-    logp: Float[Tensor, "B T"]
-    """log pi_old(x_{k+1} | x_k), averaged over latent elements; 0 on deterministic steps."""
-    states: Float[Tensor, "B T+1 *latent"]
-    """Every visited state, in the dtype that logp was computed from."""
-    sigmas: Float[Tensor, "T+1"]
-    eta: Float[Tensor, "B T"]
-    """Noise level of each transition. 0 marks an ODE step, which carries no gradient."""
-    kernel: Kernel
-    """The transition family that drew the states; losses replay this one and no other."""
-    cond: Cond
-    """One row per prompt; sample b uses row b // group_size."""
-    prompts: Sequence[str]
-    """One per sample."""
-    group_size: int
-    origin: Int[Tensor, "B T+1"]
-    """Which sample computed state k of sample b. Samples of a tree share states: equal entries are
-    one state, and they share every earlier one too."""
-    means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
-    """Means of the old transitions by step, where a loss asked for them."""
-    finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(
-        default_factory=dict
-    )
-    """What the ODE makes of state k, one row per holder of it, where credit asks for its value."""
-
-    @property
-    def num_steps(self) -> int:
-        """T, the number of transitions."""
-        return self.logp.shape[1]
-
-    def holders(self, k: int) -> Int[Tensor, "n"]:
-        """The samples that computed a state k: one per distinct state."""
-        origin = self.origin[:, k]
-        return (origin == torch.arange(len(origin))).nonzero().flatten()
-
-    def places(self, k: int) -> Int[Tensor, "B"]:
-        """Where in `holders(k)` each sample finds its state k."""
-        return torch.searchsorted(self.holders(k), self.origin[:, k].contiguous())
-
-    @property
-    def trained(self) -> Bool[Tensor, "B T"]:
-        """Stochastic transitions; one that samples share is True for a single one of them."""
-        own = self.origin[:, 1:] == torch.arange(len(self.origin))[:, None]
-        return own & (self.eta > 0).cpu()
 
 
 @dataclass(frozen=True)
@@ -147,6 +96,17 @@ class Minibatch:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """One setting of a policy that lowers one part of its memory."""
+
+    part: Literal["activations", "decoding", "text encoders"]
+    setting: str
+    """Key and value as a run file has them: "policy.gradient_checkpointing: true"."""
+    saved_bytes: int
+    """Per sample where the part is counted per sample."""
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What is known of a policy before its weights are read."""
 
@@ -158,6 +118,14 @@ class ModelPlan:
     """Kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
     """Number of steps to the schedule."""
+    decode_bytes: int = 0
+    """Held at the peak of decoding, per sample that is decoded with others; a rough estimate."""
+    decodes_together: bool = True
+    """Whether a micro-batch is decoded at once, and not one sample after another."""
+    text_bytes: int = 0
+    """Weights of text encoders that stay on the device."""
+    savings: Sequence[Saving] = ()
+    """What the policy could be told to need less; none for what it already does."""
 
 
 class VelocityField(ABC):
@@ -180,6 +148,9 @@ class Policy(VelocityField):
 
     guidance: float = 1.0
     """Classifier-free guidance of `velocity`; at 1 there is none."""
+
+    fps: float | None = None
+    """Frames per second of what `decode` gives; None for pictures."""
 
     precision: Literal["fp32", "bf16", "fp16"]
     """What the network computes in; states, sigmas and log-probabilities are float32 regardless."""

@@ -1,20 +1,26 @@
 """What all diffusers pipelines do alike as policies: sizes, loading, precision, saving."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
-from diffusers.models import ModelMixin
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
 from flowalign.paths import bundled
 from flowalign.types import ModelPlan, Policy
 from pipelines.encoding import covering, digest
 from pipelines.folder import activations, config_of, scheduler_of
-from pipelines.weights import Lora, load_pipeline, load_weights, prepare_training, save_weights
+from pipelines.weights import (
+    Lora,
+    load_adapter,
+    load_pipeline,
+    load_weights,
+    prepare_training,
+    save_weights,
+)
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -32,13 +38,21 @@ class DiffusersPolicy(Policy):
     transformer_class: Any
     """A subclass of both `ModelMixin` and `ConfigMixin`."""
     part: str = "transformer"
-    """The component that is trained."""
+    """The component that is the denoiser, or the first of them."""
+    parts: tuple[str, ...]
+    """Those that are trained."""
     state: str = "hidden_states"
     """What its forward method calls the noisy latents."""
     tells_size: bool = False
     """Whether conditions say how large pictures are."""
     unused: Mapping[str, Any] = {}
     """Arguments that keep the pipeline from loading what a policy does not need."""
+    offloaded: tuple[str, ...] = ()
+    """How names of components begin that stay on the CPU, from where `encode` brings them."""
+    film: tuple[object, ...] = ()
+    """What, beside VAE and size, decides how media are encoded."""
+    probes: Sequence[str] = ("a", "b")
+    """Prompts that `encode` takes, by which saved weights are compared."""
     denoiser: Any
     height: int
     width: int
@@ -48,7 +62,7 @@ class DiffusersPolicy(Policy):
         self, path: str, lora: Lora | None, precision: Precision, gradient_checkpointing: bool
     ):
         self.path, self.lora, self.precision = bundled(path), lora, precision
-        self.gradient_checkpointing = gradient_checkpointing
+        self.gradient_checkpointing, self.parts = gradient_checkpointing, (self.part,)
 
     @abstractmethod
     def shape_of_latents(
@@ -90,12 +104,20 @@ class DiffusersPolicy(Policy):
             self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
         )
         self.pipe.vae.float()
-        self.pipe.to(device)
-        self.denoiser = self.pipe.components[self.part]
-        prepare_training(self.denoiser, self.lora)
-        if self.gradient_checkpointing:
-            self.denoiser.enable_gradient_checkpointing()
-        self.latent_shape = self.shape_of_latents(self.denoiser.config, self.pipe.vae.config)
+        for name, part in self.pipe.components.items():
+            if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
+                part.to(device)
+        for part in self.parts:
+            prepare_training(self.pipe.components[part], self.lora)
+            if self.gradient_checkpointing:
+                self.pipe.components[part].enable_gradient_checkpointing()
+        self.denoiser = self.assembled(self.pipe.components)
+        transformer = self.pipe.components[self.part].config
+        self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
+
+    def assembled(self, components: Mapping[str, Any]) -> Any:
+        """The denoiser that these components make."""
+        return components[self.part]
 
     def schedule(self, num_steps: int) -> Tensor:
         return self.sigmas(self.pipe.scheduler, num_steps).to(self.denoiser.device)
@@ -137,18 +159,23 @@ class DiffusersPolicy(Policy):
             tokenizer = parts[name.replace("text_encoder", "tokenizer")]
             words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
             text = digest(parts[name], parts[name].config.to_dict(), text, *settings, *words)
-        return digest(vae, vae.config, self.height, self.width), text
+        return digest(vae, vae.config, self.height, self.width, *self.film), text
 
     def save_weights(self, folder: str) -> None:
-        save_weights(self.pipeline_class, self.part, self.denoiser, folder)
+        for part in self.parts:
+            save_weights(self.pipeline_class, part, self.pipe.components[part], folder)
 
     def load_weights(self, folder: str) -> None:
-        load_weights(self.part, self.denoiser, folder)
+        for part in self.parts:
+            load_weights(part, self.pipe.components[part], folder)
 
     def verify_weights(self, folder: str) -> float:
-        fresh = self._fresh_denoiser(folder).to(self.denoiser.device)
-        x, cond = self.noise(2, torch.Generator().manual_seed(0)), self.encode(["a", "b"])
-        sigma, mine = self.schedule(4)[1], self.denoiser
+        saved = {part: _saved(self, part, folder) for part in self.parts}
+        fresh = self.assembled({**self.pipe.components, **saved}).to(self.denoiser.device)
+        x = self.noise(2, torch.Generator().manual_seed(0))
+        cond = self.encode((*self.probes, *self.probes)[:2])
+        early, mine = self.schedule(4)[1], self.denoiser
+        sigma = torch.stack([early, early / 20])  # late, too: it may be another network's
         with torch.no_grad():
             expected = self.velocity(x, sigma, cond)
             self.denoiser = fresh
@@ -156,16 +183,19 @@ class DiffusersPolicy(Policy):
         self.denoiser = mine
         return float((got - expected).abs().max())
 
-    def _fresh_denoiser(self, folder: str) -> ModelMixin:
-        """What a user of plain diffusers gets from `folder`."""
-        if self.lora is None:
-            return self.transformer_class.from_pretrained(folder, subfolder=self.part)
-        others = [n for n in self.pipe.components if n not in (self.part, "scheduler")]
-        without = {**self.unused, **dict.fromkeys(others)}
-        pipe = load_pipeline(self.pipeline_class, self.path, DTYPES[self.precision], **without)
-        pipe.load_lora_weights(folder)
-        denoiser = pipe.components[self.part]
-        for parameter in denoiser.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-        return denoiser
+
+def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
+    """What a user of plain diffusers gets from `folder` for one component, the others left out."""
+    if policy.lora is None:
+        return policy.transformer_class.from_pretrained(folder, subfolder=part)
+    components = policy.pipe.components
+    without = {**policy.unused, **{n: None for n in components if n not in (part, "scheduler")}}
+    if part != policy.part:  # diffusers asks the first network what kind of model it is
+        without[policy.part] = components[policy.part]
+    pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
+    load_adapter(pipe, part, folder)
+    denoiser = pipe.components[part]
+    for parameter in denoiser.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return denoiser

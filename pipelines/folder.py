@@ -27,6 +27,15 @@ def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[s
         ) from error
 
 
+def setting_of(pipeline: type[DiffusionPipeline], path: str, name: str) -> Any:
+    """A value of the pipeline's own configuration, None where it does not say."""
+    file = Path(path) / "model_index.json"
+    if not file.is_file() and Path(path).exists():
+        raise ValueError(f"{path} is no {pipeline.__name__} folder: {file.name} is missing")
+    config: Any = json.loads(file.read_text()) if file.is_file() else pipeline.load_config(path)
+    return config.get(name)
+
+
 def scheduler_of(config: Mapping[str, Any]) -> Any:
     """The scheduler that a configuration names."""
     return getattr(diffusers, config["_class_name"]).from_config(config)

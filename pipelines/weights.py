@@ -37,14 +37,24 @@ class Lora:
 def load_pipeline(
     cls: type[DiffusionPipeline], path: str, dtype: torch.dtype, **components: Any
 ) -> Any:
-    """A pipeline whose parts are all in one dtype, whatever dtype they were stored in."""
+    """A pipeline whose parts are all in one dtype, whatever dtype they were stored in.
+
+    But for the layers that a diffusers model wants in float32, as Wan its time embedding and norms.
+    """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    pipe = cls.from_pretrained(path, dtype=dtype, **components)
+    with torch.random.fork_rng(devices=[]):  # some models draw values before they read theirs
+        pipe = cls.from_pretrained(path, dtype=dtype, **components)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
-            part.to(dtype).eval().requires_grad_(False)
+            if not _keeps_float32(part):
+                torch.nn.Module.to(part, dtype)  # diffusers' own `to` warns of what is done here
+            part.eval().requires_grad_(False)
     return pipe
+
+
+def _keeps_float32(part: torch.nn.Module) -> bool:
+    return isinstance(part, ModelMixin) and bool(part._keep_in_fp32_modules)
 
 
 def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
@@ -71,27 +81,45 @@ def save_weights(
     if not is_adapted(denoiser):
         denoiser.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
         return
+    name, where = _adapter_place(part, folder)
     adapter = {
-        f"{part}_lora_layers": get_peft_model_state_dict(denoiser),
-        f"{part}_lora_adapter_metadata": adapter_metadata(denoiser),
+        f"{name}_lora_layers": get_peft_model_state_dict(denoiser),
+        f"{name}_lora_adapter_metadata": adapter_metadata(denoiser),
     }
-    cls.save_lora_weights(folder, **adapter)  # type: ignore[attr-defined]
+    cls.save_lora_weights(where, **adapter)  # type: ignore[attr-defined]
 
 
 def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
     """Read what `save_weights` wrote; nothing may be missing, nothing unexpected."""
     if is_adapted(denoiser):
-        file = Path(folder) / LORA_FILE
+        name, where = _adapter_place(part, folder)
+        file = where / LORA_FILE
         state = load_file(existing(file))
-        state = {k.removeprefix(f"{part}."): v for k, v in state.items()}
+        state = {k.removeprefix(f"{name}."): v for k, v in state.items()}
         same_shapes(state, get_peft_model_state_dict(denoiser), file)
-        _same_alpha(part, denoiser, file)
+        _same_alpha(name, denoiser, file)
         set_peft_model_state_dict(denoiser, state)
         return
     file = Path(folder) / part / "diffusion_pytorch_model.safetensors"
     state = load_file(existing(file))
     same_shapes(state, denoiser.state_dict(), file)
     denoiser.load_state_dict(state)
+
+
+def load_adapter(pipe: Any, part: str, folder: str) -> None:
+    """Read a saved adapter as a user of plain diffusers does."""
+    name, where = _adapter_place(part, folder)
+    second = {} if name == part else {f"load_into_{part}": True}
+    pipe.load_lora_weights(where, **second)
+
+
+def _adapter_place(part: str, folder: str) -> tuple[str, Path]:
+    """The name of a part in files of adapters, and where its file is.
+
+    diffusers calls both networks of Wan 2.2 the same, so the second has a folder of its own.
+    """
+    name = part.removesuffix("_2")
+    return name, Path(folder) if name == part else Path(folder) / part
 
 
 def is_adapted(denoiser: ModelMixin) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
+from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.frames import checked
@@ -36,21 +37,30 @@ def flows(pictures: Sequence[Any]) -> list[Float[np.ndarray, "h w 2"]]:
     return [dis.calc(a, b, None) for a, b in pairwise(pictures)]
 
 
+def lengths(field: Float[np.ndarray, "h w 2"]) -> Float[np.ndarray, "h w"]:
+    """Of its vectors; twenty times as fast as `numpy.linalg.norm`."""
+    x, y = field[..., 0], field[..., 1]
+    return np.sqrt(x * x + y * y)
+
+
 def flow_acceleration(fields: Sequence[Float[np.ndarray, "h w 2"]]) -> float:
     """Mean length of the change of flow at a place from one pair of frames to the next."""
-    return float(np.mean([np.linalg.norm(b - a, axis=-1).mean() for a, b in pairwise(fields)]))
+    return float(np.mean([lengths(b - a).mean() for a, b in pairwise(fields)]))
 
 
 def fastest(field: Float[np.ndarray, "h w 2"]) -> float:
     """Mean length of the longest five percent of a flow field."""
-    speed = np.sort(np.linalg.norm(field, axis=-1), axis=None)
-    return float(speed[-max(int(0.05 * speed.size), 1) :].mean())
+    speed = lengths(field).ravel()
+    count = max(int(0.05 * speed.size), 1)
+    return float(np.partition(speed, -count)[-count:].mean())
 
 
-def _of_clip(frames: UInt8[np.ndarray, "F h w 3"]) -> list[np.ndarray]:
-    height, width = frames.shape[1:3]
+def _of_clip(frames: Float[Tensor, "F 3 h w"]) -> list[np.ndarray]:
+    height, width = frames.shape[2:]
     scale = SIDE / min(height, width)
-    return flows(grey(frames, round(width * scale), round(height * scale)))
+    size = round(width * scale), round(height * scale)
+    # One by one: a whole clip of floats, rounded, is no longer in any cache.
+    return flows([picture for frame in frames for picture in grey(to_bytes(frame[None]), *size)])
 
 
 class FlowSmoothness(RuleReward):
@@ -74,7 +84,7 @@ class FlowSmoothness(RuleReward):
         """Flow of all neighbouring frames."""
         if sample.media.shape[1] < 3:
             raise Unscorable("smoothness needs at least three frames")
-        acceleration = flow_acceleration(_of_clip(to_bytes(sample.media[0])))
+        acceleration = flow_acceleration(_of_clip(sample.media[0]))
         return (1 / (1 + acceleration),), {"flow_acceleration": acceleration}
 
 
@@ -106,7 +116,7 @@ class DynamicDegree(RuleReward):
             step = max(1, round(checked(sample.fps[0]) / _RATE))
         except ValueError as error:
             raise Unscorable(str(error)) from error
-        frames = to_bytes(sample.media[0, ::step])
+        frames = sample.media[0, ::step]
         if len(frames) < 2:
             raise Unscorable(f"it has one frame at {_RATE} frames per second")
         speeds = [fastest(field) for field in _of_clip(frames)]

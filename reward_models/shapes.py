@@ -97,6 +97,10 @@ class Objects:
     """Of the bounding box in pixels, x then y."""
     half: Float[Tensor, "n K 2"]
     """Half the width and height of the bounding box in pixels."""
+    centroid: Float[Tensor, "n K 2"]
+    """Mean of the region's pixels, x then y: finer than the middle of a box of whole pixels."""
+    area: Float[Tensor, "n K"]
+    """Pixels of the region."""
     dirt: Float[Tensor, "n"]
     """Share of the foreground that belongs to no object."""
 
@@ -111,12 +115,22 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     area[:, 0] = 0
     size, label = area.topk(_MAX_OBJECTS, dim=1)
     present = size >= _VISIBLE_AREA
-    mask = (labels[:, None] == label[..., None, None]) & present[..., None, None]
-    shape, fit, centre, half = _describe_shape(mask)
-    colour, purity = _describe_colour(pixels, mask)
+    picture, k = present.nonzero().unbind(1)
+    mask = labels[picture] == label[picture, k][:, None, None]
+
+    def padded(of_regions: Tensor) -> Tensor:
+        """Rows of regions, [n K ...] with zeros where a picture has fewer."""
+        shape = (*present.shape, *of_regions.shape[1:])
+        return of_regions.new_zeros(shape).index_put_((picture, k), of_regions)
+
+    shape, fit, centre, half = map(padded, _describe_shape(mask))
+    colour, purity = map(padded, _describe_colour(pixels, picture, mask))
     inside = (size * present).sum(1)
     dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
-    return Objects(present, colour, purity, shape, fit, centre, half, dirt)
+    return Objects(
+        present, colour, purity, shape, fit, centre, half, padded(_centroid(mask)),
+        size * present, dirt,
+    )  # fmt: skip
 
 
 def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
@@ -133,48 +147,50 @@ def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
         labels = spread
 
 
-def _describe_shape(mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _describe_shape(mask: Bool[Tensor, "m H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Best ideal shape of each region, its intersection over union; its box's centre and half."""
-    u, half_x, centre_x = _box_coordinates(mask.any(2))
-    w, half_y, centre_y = _box_coordinates(mask.any(3))
-    u, w = u[:, :, None, :], w[:, :, :, None]
+    u, half_x, centre_x = _box_coordinates(mask.any(1))
+    w, half_y, centre_y = _box_coordinates(mask.any(2))
+    u, w = u[:, None, :], w[:, :, None]
     inside = (u.abs() <= 1) & (w.abs() <= 1)
     ideals = torch.stack(
-        [u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=2
+        [u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=1
     )
-    overlap = (ideals & mask[:, :, None]).flatten(3).sum(3)
-    union = (ideals | mask[:, :, None]).flatten(3).sum(3).clamp(min=1)
+    overlap = (ideals & mask[:, None]).flatten(2).sum(2)
+    union = (ideals | mask[:, None]).flatten(2).sum(2).clamp(min=1)
     # A sliver fits any ideal in its own bounding box, so regions far from square lose fit.
     aspect = torch.minimum(half_x, half_y) / torch.maximum(half_x, half_y).clamp(min=0.5)
-    fit, shape = (overlap / union).max(2)
+    fit, shape = (overlap / union).max(1)
     fit = fit * (aspect / 0.75).clamp(max=1)
-    centre, half = torch.stack([centre_x, centre_y], 2), torch.stack([half_x, half_y], 2)
+    centre, half = torch.stack([centre_x, centre_y], 1), torch.stack([half_x, half_y], 1)
     return shape, fit, centre, half
 
 
-def _box_coordinates(occupied: Bool[Tensor, "n K L"]) -> tuple[Tensor, Tensor, Tensor]:
+def _box_coordinates(occupied: Bool[Tensor, "m L"]) -> tuple[Tensor, Tensor, Tensor]:
     """Coordinates on one axis, the occupied range scaled to [-1, 1]; its half width; its centre."""
     index = torch.arange(occupied.shape[-1], dtype=torch.float32)
     low = torch.where(occupied, index, torch.inf).amin(-1)
     high = torch.where(occupied, index, -torch.inf).amax(-1)
-    low, high = low.nan_to_num(posinf=0.0), high.nan_to_num(neginf=0.0)
     half, centre = (high - low + 1) / 2, (high + low) / 2
     return (index - centre[..., None]) / half[..., None], half, centre
 
 
-def _describe_colour(pixels: Tensor, mask: Bool[Tensor, "n K H W"]) -> tuple[Tensor, Tensor]:
+def _centroid(mask: Bool[Tensor, "m H W"]) -> Float[Tensor, "m 2"]:
+    area = mask.flatten(1).sum(1)
+    sums = [(mask.sum(axis) * torch.arange(mask.shape[3 - axis])).sum(1) for axis in (1, 2)]
+    return torch.stack([along / area for along in sums], 1)
+
+
+def _describe_colour(
+    pixels: Float[Tensor, "n 3 H W"], picture: Int[Tensor, "m"], mask: Bool[Tensor, "m H W"]
+) -> tuple[Tensor, Tensor]:
     """Most frequent nearest colour among inner pixels (edges are mixtures), and its share."""
     distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
-    inner = 1 - F.max_pool2d(1 - mask.float(), 3, 1, 1)
-    votes = torch.stack(
-        [
-            (inner * ((nearest == c) & (distance < 70))[:, None]).sum((2, 3))
-            for c in range(len(COLOURS))
-        ],
-        2,
-    )
-    most, colour = votes.max(2)
-    return colour, most / inner.sum((2, 3)).clamp(min=1)
+    inner = F.max_pool2d((~mask).float()[:, None], 3, 1, 1)[:, 0] == 0
+    seen = torch.where(distance < 70, nearest, len(COLOURS))[picture]
+    votes = torch.stack([(inner & (seen == c)).sum((1, 2)) for c in range(len(COLOURS))], 1)
+    most, colour = votes.max(1)
+    return colour, most / inner.sum((1, 2)).clamp(min=1)
 
 
 class ShapesVerifier(RewardModel):

@@ -7,6 +7,7 @@ model's.
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,7 @@ from reward_models.checkpoints import (
 from reward_models.frames import at_rate
 from reward_models.network import NetworkReward, Rated, spread
 from reward_models.pixels import resized
+from reward_models.prefix import Read, alike, digest, go_on, read
 from reward_models.qwen2_vl import (
     Chat,
     Dtype,
@@ -71,6 +73,9 @@ class VideoReward(NetworkReward):
     which the last step is read; `base` that of the Qwen2-VL it was trained from, where it is not
     the one the configuration names. `normalisation` takes the constants from the configuration, or
     those that were `published`, or leaves the raw scores.
+
+    What the model has read of the last `batch_size` clips is kept, keys and values of all their
+    tokens: VQ and MQ of such a clip are known, and another prompt costs only its TA.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -114,6 +119,7 @@ class VideoReward(NetworkReward):
             version=", ".join(settings),
         )
         super().__init__(spec, device, batch_size, offload)
+        self._kept: dict[str, Read] = {}
 
     def read(self) -> nn.Module:
         """Backbone with the adapter merged into it, and head."""
@@ -130,11 +136,42 @@ class VideoReward(NetworkReward):
         chats, failed = collected(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             return Rated(torch.full((len(batch), 4), torch.nan), None, failed)
-        marks = self.tokenizer.convert_tokens_to_ids(list(TOKENS))
-        raw = self.network(list(chats.values()), marks, "video").diagonal(dim1=1, dim2=2).cpu()
+        raw = self._raw(chats, shared=not batch.media.requires_grad).cpu()
         scores = (raw - self.constants[0]) / self.constants[1]
         scores = torch.cat([scores, scores.sum(1, keepdim=True)], 1)
         return Rated(spread(scores, [*chats], len(batch)), None, failed)
+
+    def _raw(self, chats: Mapping[int, Chat], shared: bool) -> Float[Tensor, "n 3"]:
+        """VQ and MQ of each clip, read once if `shared`, and TA of each prompt."""
+        marks = self.tokenizer.get_added_vocab()
+        *quality, alignment = [marks[token] for token in TOKENS]
+        cut = {i: chat.ids.index(quality[-1]) + 1 for i, chat in chats.items()}
+        names = {i: digest(chat) if shared else str(i) for i, chat in chats.items()}
+        clips = {name: self._kept[name] for name in names.values() if name in self._kept}
+        new = {
+            names[i]: replace(chat, ids=chat.ids[: cut[i]])
+            for i, chat in chats.items() if names[i] not in clips
+        }  # fmt: skip
+        for some in alike(new, lambda chat: len(chat.ids)):
+            fresh = read(self.network, [new[name] for name in some], quality)
+            clips |= zip(some, fresh, strict=True)
+        if shared:
+            place = "cpu" if self.offload else self.device
+            self._kept = {name: clip.to(place) for name, clip in clips.items()}
+        texts = {i: chat.ids[cut[i] :] for i, chat in chats.items()}
+        return self._aligned({i: clips[name] for i, name in names.items()}, texts, alignment)
+
+    def _aligned(
+        self, clips: Mapping[int, Read], texts: Mapping[int, list[int]], mark: int
+    ) -> Float[Tensor, "n 3"]:
+        """The rows of clips, each followed by its text."""
+        rows: dict[int, Tensor] = {}
+        for some in alike(clips, lambda clip: clip.length):
+            said = go_on(self.network, [clips[i] for i in some], [texts[i] for i in some], mark)
+            for i, heads in zip(some, said, strict=True):
+                quality = clips[i].heads.diagonal().to(heads.device)
+                rows[i] = torch.cat([quality, heads[-1:]])
+        return torch.stack([rows[i] for i in clips])
 
     def _constants(self) -> Float[Tensor, "2 3"]:
         """Mean and standard deviation of each dimension."""

@@ -13,15 +13,23 @@ from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
 
 
+def nearness(trajectory: Trajectory) -> Float[Tensor, "B S"]:
+    """Cosine between each state and the last, for states of trained steps; 0 for all others."""
+    steps = trajectory.trained.any(0).nonzero().flatten().tolist()
+    end = trajectory.state(trajectory.num_steps).flatten(1)
+    near = torch.zeros(trajectory.origin.shape)
+    for k in {*steps, *(k + 1 for k in steps)}:
+        near[:, k] = torch.cosine_similarity(trajectory.state(k).flatten(1), end, dim=1).cpu()
+    return near
+
+
 def shares(
-    states: Float[Tensor, "B S *latent"], trained: Float[Tensor, "B S-1"]
+    nearness: Float[Tensor, "B S"], trained: Float[Tensor, "B S-1"]
 ) -> Float[Tensor, "B S-1"]:
-    """How much nearer, by cosine, each step came to the last state; mean 1 over trained steps.
+    """How much nearer each step came to the last state; mean 1 over trained steps.
 
     A step that led away gets 0. Where no trained step came nearer, all get 1.
     """
-    flat = states.float().flatten(2)
-    nearness = torch.cosine_similarity(flat, flat[:, -1:], dim=2)
     gained = nearness.diff(dim=1).clamp(min=0) * trained
     mean = gained.sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
     return torch.where(mean > 0, gained / mean.where(mean > 0, 1.0), trained)
@@ -35,5 +43,5 @@ class Redistribute(CreditEstimator):
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
         advantage = compared(outcome, prompt[:, -1])
         trained = trajectory.trained
-        share = shares(trajectory.states.cpu(), trained.float())
+        share = shares(nearness(trajectory), trained.float())
         return StepCredit(share[..., None] * advantage[:, None], prompt, trained, normalised=True)

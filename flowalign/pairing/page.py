@@ -1,15 +1,14 @@
 """`pairs.html`: how many pairs, what was dropped, how wide the gaps are, and the first pairs."""
 
-import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from PIL import Image
 
-from flowalign.charts import drawn
+from flowalign.charts import data_address, drawn
+from flowalign.film import UNKNOWN_RATE, looping, pictures
 from flowalign.media_files import MediaProblem, decode
 from flowalign.pairing.job import Found, Job, scores
 from flowalign.pairing.rules import Choice
@@ -18,8 +17,8 @@ from flowalign.records import Media
 SHOWN = 24
 """Pairs at most."""
 _SIDE = 160
-_FRAMES = 3
-"""Of a video, side by side."""
+_FRAMES = 24
+"""Of a video, which plays in a loop, at most."""
 
 
 def render(
@@ -67,15 +66,14 @@ def examples(job: Job, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
 
 
 def thumbnail(path: str) -> str:
-    """A small picture of a file as a data address; empty where it cannot be decoded."""
+    """A small picture of a file as a data address, moving if it is a clip; empty where it cannot be
+    decoded."""
     try:
-        frames = decode(Media(path), _FRAMES).pixels
+        clip = decode(Media(path), _FRAMES)
     except MediaProblem:  # headers were read, contents were not
         return ""
-    strip = Image.fromarray(frames.permute(2, 0, 3, 1).flatten(1, 2).numpy())
-    scale = _SIDE / max(frames.shape[-2:])
-    width, height = (max(1, round(side * scale)) for side in strip.size)
-    kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
+    if len(clip.pixels) > 1:
+        return data_address("webp", looping(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
     content = io.BytesIO()
-    strip.resize((width, height), kind).save(content, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+    pictures(clip.pixels, _SIDE)[0].save(content, "PNG")
+    return data_address("png", content.getvalue())

@@ -6,6 +6,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from flowalign.distributed import ALONE, Processes
-from flowalign.media_files import decode
+from flowalign.media_files import MediaProblem, decode
+from flowalign.preference.latent_files import is_latent, read_latent
 from flowalign.preference.loading import prefetched
 from flowalign.preference.store import Key, Keys, Store
 from flowalign.records import Media
@@ -37,12 +39,20 @@ class Latents:
         batch: int = 8,
         processes: Processes = ALONE,
     ):
-        """`dtype` is what is kept, `max_frames` how much of a video, `batch` goes at once."""
+        """`dtype` is what is kept, `max_frames` how much of a video, null: all that there is at the
+        policy's rate; `batch` goes at once."""
         self.policy, self.dtype, self.max_frames, self.batch = policy, dtype, max_frames, batch
-        self.store = Store(folder / policy.encoders()[0] if folder else None, processes)
+        self.store = Store(folder / self.encoder if folder else None, processes)
         self.num_encoded = 0
         """Latents that were computed, not found."""
+        self.num_stored = 0
+        """Latents that the dataset holds itself."""
         self._digests: dict[str, bytes] = {}
+
+    @cached_property
+    def encoder(self) -> str:
+        """What identifies the encoder; to find it, weights are read."""
+        return self.policy.encoders()[0]
 
     def prepare(self, media: Sequence[Media], flips: bool) -> dict[int, str]:
         """Encode what is missing, with flips also mirrored left to right; why media have no latent.
@@ -84,6 +94,7 @@ class Latents:
 
     def _key(self, medium: Media, flip: bool) -> Key:
         how = f" {flip} {self.max_frames} {self.dtype}"
+        how += f" {self.policy.fps}" if self.policy.fps else ""
         return hashlib.sha256(self._digest(medium) + how.encode()).digest()
 
     def _digest(self, medium: Media) -> bytes:
@@ -109,6 +120,9 @@ class Latents:
                 for key, pixels in decoded.items():
                     if isinstance(pixels, str):
                         broken[key] = pixels
+                    elif pixels.is_floating_point():
+                        self.store.put(key, {"latent": pixels})
+                        self.num_stored += 1
                     else:
                         shapes.setdefault(pixels.shape, {})[key] = pixels
                 for alike in shapes.values():
@@ -118,15 +132,32 @@ class Latents:
         return broken
 
     def _decode(self, part: Sequence[tuple[Keys, Media]]) -> dict[Key, Tensor | str]:
-        """Frames in 8 bits, or why there are none."""
+        """Frames in 8 bits, or a latent, or why there is neither."""
         found: dict[Key, Tensor | str] = {}
         for keys, medium in part:
             try:
-                pixels, mirrored = decode(medium, self.max_frames).pixels, self._key(medium, True)
+                if is_latent(medium):
+                    found |= dict.fromkeys(keys, self._adopted(medium, flips=len(keys) > 1))
+                    continue
+                fps = None if self.max_frames else self.policy.fps
+                pixels = decode(medium, self.max_frames, fps).pixels
+                mirrored = self._key(medium, True)
                 found |= {key: pixels.flip(-1) if key == mirrored else pixels for key in keys}
             except (OSError, ValueError) as error:
                 found |= dict.fromkeys(keys, str(error))
         return found
+
+    def _adopted(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
+        """A latent that lies in a file. MediaProblem where it is not one of this policy."""
+        if flips or self.max_frames:
+            raise MediaProblem(
+                f"latent that cannot be changed: {medium.path}; set data.flip to 0 and "
+                "data.max_frames to null"
+            )
+        latent = read_latent(str(medium.path), self.encoder)
+        if not latent.isfinite().all():
+            raise MediaProblem(f"latent that is not finite: {medium.path}")
+        return latent.to(self.dtype)
 
     @torch.no_grad()
     def _embed(self, pixels: Mapping[Key, UInt8[Tensor, "F 3 H W"]]) -> dict[Key, str]:

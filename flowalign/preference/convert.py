@@ -11,6 +11,7 @@ from flowalign.preference.inspection import Inspection
 from flowalign.preference.tally import Tally
 from flowalign.preference_types import Pair, Sample, Segment
 from flowalign.readers import Dataset, open_dataset
+from flowalign.readers.dense_dpo import DENSE_DPO
 from flowalign.readers.kto import KTO
 from flowalign.readers.local_dpo import LOCAL_DPO, emphasis
 from flowalign.readers.preferences import CHOSEN_REJECTED
@@ -20,7 +21,7 @@ Said = Mapping[str, Sequence[float]]
 """By dimension, a number for each medium of a record; higher is better."""
 Keep = Callable[[Media], Media]
 """What is kept of a medium that is used; called once its bytes have been looked at."""
-_MADE_TO_TRAIN = (CHOSEN_REJECTED.name, LOCAL_DPO.name)
+_MADE_TO_TRAIN = (CHOSEN_REJECTED.name, LOCAL_DPO.name, DENSE_DPO.name)
 """Their rows say which one was chosen, and may hold what a pair has beside its media."""
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 
 from flowalign.media_files import MediaProblem
+from flowalign.preference.latent_files import is_latent, latent_shape
 from flowalign.records import VIDEOS, Media
 
 _SIDEWAYS = (5, 6, 7, 8)
@@ -108,6 +109,8 @@ class Inspection:
 
 
 def _shape(medium: Media) -> Shape:
+    if medium.path and is_latent(medium):
+        return latent_shape(medium.path)
     source = medium.path or io.BytesIO(medium.data or b"")
     if medium.path is None or Path(medium.path).suffix.lower() not in VIDEOS:
         try:

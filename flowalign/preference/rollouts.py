@@ -170,7 +170,7 @@ class RolloutStream(Stream):
             part = slice(start, start + cfg.micro_batch)
             media = policy.decode(latents[part]).cpu()
             self.rewards.costs.decodes += len(media)
-            scoring.add(self.rewards.batch(media, repeated[part], groups[part]))
+            scoring.add(self.rewards.batch(media, repeated[part], groups[part], policy.fps))
         output = scoring.result()
         if cfg.on_failed_reward == "raise":
             self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i]!r}")

@@ -231,6 +231,7 @@ class StoredStream(Stream):
         """What the cache has saved."""
         found = {"latents": self.latents, "prompts": self.texts}
         now = {name: float(part.num_encoded) for name, part in found.items()}
+        now["stored"] = float(self.latents.num_stored)
         now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
         now = {name: int(count) for name, count in self.processes.total(now).items()}
         said = [
@@ -238,6 +239,8 @@ class StoredStream(Stream):
             f"{part.store.num_found:,} known"
             for name, part in found.items()
         ]
+        if now["stored"]:
+            said.append(f"latents that the dataset holds: {now['stored']:,}")
         if now["damaged"]:
             said.append(f"damaged files of the cache, deleted: {now['damaged']:,}")
         return "; ".join(said)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from flowalign.readers.dense_dpo import DENSE_DPO
 from flowalign.readers.fields import Fields
 from flowalign.readers.folder import is_medium, read_folder
 from flowalign.readers.generic import GENERIC
@@ -25,7 +26,8 @@ SCHEMAS = {
     schema.name: schema
     for schema in (
         GENERIC, PICK_A_PIC, HPD_V2_TRAIN, HPD_V2_TEST, HPD_V3, IMAGE_REWARD_DB, VIDEO_GEN,
-        GENAI_BENCH, VISION_REWARD, VISION_REWARD_PAIRS, CHOSEN_REJECTED, LOCAL_DPO, KTO,
+        GENAI_BENCH, VISION_REWARD, VISION_REWARD_PAIRS, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO,
+        KTO,
     )
 }  # fmt: skip
 _ROWS_LOOKED_AT = 20

@@ -43,7 +43,7 @@ def _prompt(row: Fields) -> str:
 
 def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
     """Scores of both media in the dimensions in which both have one."""
-    chosen, rejected = (_scores(row, name) for name in _SCORES)
+    chosen, rejected = (scores_of(row, name) for name in _SCORES)
     for side, names in zip((chosen, rejected), _SCORE, strict=True):
         value = row.number(present(row, names))
         if value is not None:
@@ -51,7 +51,8 @@ def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
     return {name: [chosen[name], rejected[name]] for name in chosen if name in rejected}
 
 
-def _scores(row: Fields, column: str) -> dict[str, float]:
+def scores_of(row: Fields, column: str) -> dict[str, float]:
+    """A struct of numbers; those that are null are left out."""
     value = row.row.fields.get(column)
     if not isinstance(value, Mapping | None):
         raise RowProblem(f"{column} is {value!r}, not a struct of numbers")

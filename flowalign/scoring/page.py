@@ -1,6 +1,5 @@
 """`scores.html`: what a scoring job found, with the media that it found best and worst."""
 
-import base64
 import heapq
 import io
 import itertools
@@ -13,13 +12,11 @@ from typing import Any
 import jinja2
 import numpy as np
 import torch
-from jaxtyping import UInt8
-from PIL import Image
-from torch import Tensor
 
-from flowalign.charts import drawn
+from flowalign.charts import data_address, drawn
+from flowalign.film import UNKNOWN_RATE, looping, pictures
 from flowalign.functional.agreement import spearman
-from flowalign.media_files import MediaProblem, decode
+from flowalign.media_files import Clip, MediaProblem, decode
 from flowalign.paths import write_text
 from flowalign.readers import Dataset
 from flowalign.scoring.table import Row
@@ -27,8 +24,8 @@ from flowalign.scoring.table import Row
 EXAMPLES = 6
 """Media shown at either end of a dimension."""
 _SIDE = 160
-_FRAMES = 3
-"""Of a video, side by side."""
+_FRAMES = 24
+"""Of a video, which plays in a loop, at most."""
 _TOLD = 8
 """Failed rows that are named."""
 Place = tuple[str, int]
@@ -91,7 +88,7 @@ def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
             for medium, stored in enumerate(record.media):
                 if (record.id, medium) in wanted:
                     try:
-                        found[record.id, medium] = _thumbnail(decode(stored, _FRAMES).pixels)
+                        found[record.id, medium] = _thumbnail(decode(stored, _FRAMES))
                     except MediaProblem:  # gone or changed since it was scored
                         found[record.id, medium] = ""
         if len(found) == len(wanted):
@@ -200,12 +197,9 @@ def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
         heapq.heappushpop(heap, (score, -row, what))
 
 
-def _thumbnail(pixels: UInt8[Tensor, "F 3 H W"]) -> str:
-    strip = torch.cat(list(pixels), 2).permute(1, 2, 0).numpy()
-    picture = Image.fromarray(strip)
-    scale = _SIDE / max(pixels.shape[-2:])
-    size = [max(1, round(side * scale)) for side in picture.size]
-    kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
+def _thumbnail(clip: Clip) -> str:
+    if len(clip.pixels) > 1:
+        return data_address("webp", looping(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))
     content = io.BytesIO()
-    picture.resize((size[0], size[1]), kind).save(content, "WEBP", quality=85)
-    return f"data:image/webp;base64,{base64.b64encode(content.getvalue()).decode()}"
+    pictures(clip.pixels, _SIDE)[0].save(content, "WEBP", quality=85)
+    return data_address("webp", content.getvalue())

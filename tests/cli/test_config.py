@@ -85,7 +85,7 @@ WRONG_VALUES = {
     "device": ("gpu", "device", "gpu"),
     SAMPLING + "eta": ("loud", "recipe.sampling.eta", "loud"),
     "recipe/advantage_scale": ("gruop", "recipe.advantage_scale", "gruop", "batch"),
-    SAMPLING + "state_dtype": ("fp32", "recipe.sampling.state_dtype", "fp32", "bfloat16"),
+    SAMPLING + "states": ({"dtype": "fp32"}, "recipe.sampling.states.dtype", "fp32", "bfloat16"),
     INIT + "precision": ("fp8", "policy.precision", "fp8", "bf16"),
     INIT + "height": ("tall", "policy.height", "tall"),
     INIT + "lora": ({"rank": "x"}, "policy.lora.rank", "x"),

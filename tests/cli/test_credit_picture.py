@@ -91,7 +91,7 @@ def test_several_dimensions_are_weighted():
     cfg, learner, trajectory = setting(Gain())
     seen = judged(cfg, learner, trajectory, new_rewards(redness=2.0, green=-0.5))
     made = record(0, cfg.credit, seen)
-    end = learner.policy.decode(trajectory.states[:4, 5])[:, 0, :, 0, 0]
+    end = learner.policy.decode(trajectory.state(5, slice(4)))[:, 0, :, 0, 0]
     assert made.weights == {"redness": 2.0, "green": -0.5}
     close(
         [[row[-1]] for row in made.values], (2 * (end[:, 0] - end[:, 2]) - end[:, 1] / 2)[:, None]
@@ -160,7 +160,7 @@ def test_a_comb_shows_every_outcome_and_who_shares_what():
     assert trained == [[k == b // 2 for k in range(4)] for b in range(6)]
     pictures = shown(seen)
     assert list(pictures) == [4]
-    end = seen.values.policy.decode(trajectory.states[:6, 4])[:, 0, :, 0, 0]
+    end = seen.values.policy.decode(trajectory.state(4, slice(6)))[:, 0, :, 0, 0]
     wanted = (end * 255).round().byte().tolist()
     assert [picture[0, 0].tolist() for picture in pictures[4]] == wanted
 
@@ -176,7 +176,7 @@ def test_pictures_are_of_the_first_samples_and_of_the_middle_frame():
     pictures = shown(seen)
     assert list(pictures) == [0, 1, 2, 4]
     assert [len(images) for images in pictures.values()] == [6] * 4
-    colour = (still(seen.batch.trajectory.states[5:6, 4])[0, 0, :, 0, 0] * 255).round()
+    colour = (still(seen.batch.trajectory.state(4, slice(5, 6)))[0, 0, :, 0, 0] * 255).round()
     assert pictures[4][5].shape == (1, 1, 3)
     assert pictures[4][5][0, 0].tolist() == colour.tolist()
 

@@ -5,13 +5,19 @@ import io
 import json
 import math
 import re
+import shutil
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageSequence
 
 from flowalign import report
-from flowalign.report import cut_grid, write_report
+from flowalign.credit_picture import _small
+from flowalign.evaluate import Evaluated, save_grid
+from flowalign.film import LONGEST, reduced
+from flowalign.report import write_report
+from flowalign.report_samples import cut_grid
 from tests.cli.fake_run import PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
 
 
@@ -119,6 +125,79 @@ def test_large_pictures_are_reduced_and_drawn_smoothly(folder):
     shown = re.findall(r"image/jpeg;base64,([^\"]*)", page)
     assert Image.open(io.BytesIO(base64.b64decode(shown[0]))).size == (320, 320)
     assert 'class="cards"' in page
+
+
+def clips(skill, seed):
+    """Nine frames of 32 x 32 of each prompt, in which its picture moves to the right."""
+    pictures = cut_grid(grid(skill, seed), len(PROMPTS), 4)
+    frames = torch.from_numpy(np.stack([np.asarray(picture) for picture in pictures]))
+    still = frames.permute(0, 3, 1, 2) / 255
+    return torch.stack([still.roll(2 * i, -1) for i in range(9)], 1)
+
+
+@pytest.fixture
+def moving(tmp_path):
+    """The run of a video model."""
+    folder = fake_run(tmp_path / "video")
+    shutil.rmtree(folder / "samples")
+    for step, skill in ((0, 0.2), (40, 1.0)):
+        save_grid(folder, step, Evaluated({}, clips(skill, step), PROMPTS, 8.0))
+    return folder
+
+
+def decoded(address):
+    return Image.open(io.BytesIO(base64.b64decode(address)))
+
+
+def test_a_card_of_a_video_model_moves_and_shows_a_strip_of_both_steps(moving):
+    page = page_of(moving)
+    cards = re.findall(r'<div class="card">(.*?)<p>(.*?)</p>', page, re.DOTALL)
+    assert [prompt for _, prompt in cards] == PROMPTS
+    assert re.findall(r">step (\d+)<", cards[3][0]) == ["0", "40"] * 2
+    for i, (skill, step) in enumerate(((0.2, 0), (1.0, 40))):
+        clip = (clips(skill, step)[3] * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        loop = decoded(re.findall(r"image/webp;base64,([^\"]*)", cards[3][0])[i])
+        frames = [np.asarray(f.convert("RGB")) for f in ImageSequence.all_frames(loop)]
+        assert np.array_equal(np.stack(frames), clip)
+        assert sum(f.info["duration"] for f in ImageSequence.all_frames(loop)) == 1125
+        strip = decoded(re.findall(r"image/png;base64,([^\"]*)", cards[3][0])[i])
+        assert strip.size == (6 * 34 - 2, 32)
+        assert np.array_equal(np.asarray(strip)[:, -32:], clip[-1])
+    assert 'class="cards clips pixelated"' in page
+    assert "of 8 frames a second" in page
+
+
+def test_a_loop_that_is_missing_costs_only_itself(moving):
+    (moving / "samples" / "step-000000" / "003.webp").unlink()
+    cards = re.findall(r'<div class="card">(.*?)<p>', page_of(moving), re.DOTALL)
+    assert re.findall(r">step (\d+)<", cards[3]) == ["40", "0", "40"]
+
+
+def test_a_large_clip_is_small_on_the_page(tmp_path):
+    folder = fake_run(tmp_path / "video")
+    ground = torch.rand(1, 1, 3, 27, 48, generator=torch.Generator().manual_seed(0))
+    frame = torch.nn.functional.interpolate(ground[0], (540, 960), mode="bilinear")
+    clip = torch.stack([frame[0].roll(9 * i, -1) for i in range(50)])
+    reduced_clip = reduced(clip, LONGEST)[None]
+    shutil.rmtree(folder / "samples")
+    save_grid(folder, 0, Evaluated({}, reduced_clip, ["a cloud"], 16.0))
+    page = page_of(folder)
+    loop = decoded(re.search(r"image/webp;base64,([^\"]*)", page)[1])
+    frames = list(ImageSequence.all_frames(loop))
+    assert (loop.size, len(frames)) == ((192, 108), 25)
+    assert sum(f.info["duration"] for f in frames) == 3125
+    assert len(page) < 600_000
+    assert "Clips of step 0. They play in a loop, of 16 frames a second" in page
+
+
+def test_a_clip_among_credit_is_four_of_its_frames_and_a_picture_is_itself():
+    clip = torch.arange(9.0).view(9, 1, 1, 1).expand(9, 3, 4, 6) / 10
+    picture = _small(clip)
+    assert picture.shape == (2 * (4 + 2) + 2, 2 * (6 + 2) + 2, 3)
+    corners = [picture[y, x, 0] for y in (4, 10) for x in (4, 12)]
+    assert corners == [round(25.5 * k) for k in (0, 3, 5, 8)]
+    assert (_small(clip[3:4]) == round(25.5 * 3)).all()
+    assert _small(torch.zeros(1, 3, 200, 320)).shape == (100, 160, 3)
 
 
 def test_checks_are_sorted_by_denoising_step_and_show_the_last_value(folder):

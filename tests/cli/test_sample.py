@@ -14,7 +14,9 @@ from torch import Tensor
 
 from flowalign import config, sample_command
 from flowalign.errors import ConfigError
+from flowalign.media_files import decode
 from flowalign.readers import open_dataset
+from flowalign.records import Media
 from flowalign.rollout import generate
 from flowalign.scoring import command as score_command
 from flowalign.seeds import generator
@@ -329,3 +331,73 @@ def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path, mon
     with pytest.raises(ConfigError, match="does not say how many steps to take: give --num_steps"):
         sample("--out", tmp_path / "out")
     assert sample("--out", tmp_path / "out", "--num_steps", 2) == 0
+
+
+# ---------------------------------------------------------------- clips
+
+
+class Clips(Tinted):
+    """Five frames of 4 x 2 pixels that get darker, at 12.5 a second."""
+
+    fps = 12.5
+
+    def decode(self, x: Tensor) -> Tensor:
+        time = torch.arange(5.0).view(1, 5, 1, 1, 1)
+        return (x[:, None, :, None, None] - time / 2).sigmoid().expand(-1, -1, -1, 2, 4)
+
+
+VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips"]
+
+
+def clip_of(prompt: str, *place: int) -> Tensor:
+    policy = Clips()
+    return policy.decode(generate(policy, [prompt], 4, [generator(3, "sample", *place)], 1))[0]
+
+
+def test_a_video_model_leaves_whole_clips_that_can_be_scored(sample, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert sample("--count", 2, "--limit", 2, "--out", out, *VIDEO) == 0
+    rows = listing(out)
+    assert rows[3] == {
+        "id": "000001-01", "file_name": "000001-01.mp4", "prompt": "aaaaa", "seed": 3, "copy": 1,
+        "fps": 12.5,
+    }  # fmt: skip
+    assert "4 clips, 4 of them new" in capsys.readouterr().err
+    assert sorted(os.listdir(out)) == [
+        *(row["file_name"] for row in rows), "metadata.jsonl", "sample.json",
+    ]  # fmt: skip
+    records = list(open_dataset(str(out)))
+    assert [record.media[0].fps for record in records] == [12.5] * 4
+    found = decode(records[3].media[0])
+    assert found.fps == 12.5
+    assert (found.frames - clip_of("aaaaa", 1, 1)).abs().max() < 2.5 / 255
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*.mp4")}
+    sample("--count", 2, "--limit", 3, "--out", out, *VIDEO)
+    assert "6 clips, 2 of them new" in capsys.readouterr().err
+    assert all(path.stat().st_mtime_ns == before for path, before in written.items())
+
+
+def test_a_grid_of_clips_stands_still_as_png_and_moves_as_anything_else(sample, tmp_path, capsys):
+    argv = ["--prompt", "bb", "--prompt", "c" * 9, "--count", 3, *VIDEO, "--out"]
+    sample(*argv, tmp_path / "grid.png")
+    assert "6 clips, a row of 5 of 5 frames each: " in capsys.readouterr().err
+    strips = np.asarray(Image.open(tmp_path / "grid.png"))
+    assert strips.shape == (6 * (2 + 2) + 2, 5 * (4 + 2) + 2, 3)
+    expected = clip_of("c" * 9, 4)[3].permute(1, 2, 0).numpy()
+    assert np.allclose(strips[18:20, 20:24] / 255, expected, atol=1 / 255)
+    for ending in ("webp", "gif", "mp4", "webm"):
+        sample(*argv, tmp_path / f"grid.{ending}")
+        assert "6 clips, 3 a row" in capsys.readouterr().err
+        found = decode(Media(str(tmp_path / f"grid.{ending}")))
+        assert found.pixels.shape == (5, 3, 2 * (2 + 2) + 2, 3 * (4 + 2) + 2)
+        assert found.fps == pytest.approx(12.5)
+        shade = found.frames[3, :, 6:8, 8:12].mean((1, 2))
+        torch.testing.assert_close(shade, torch.tensor(expected[0, 0]), atol=0.02, rtol=0)
+
+
+def test_a_moving_grid_of_pictures_is_refused_before_anything_is_loaded(
+    sample, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(Tinted, "load", pytest.fail)
+    with pytest.raises(ConfigError, match=r"grid.gif: the model makes pictures"):
+        sample("--prompt", "bb", "--out", tmp_path / "grid.gif")

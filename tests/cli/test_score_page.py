@@ -7,10 +7,12 @@ import math
 
 import numpy as np
 import pytest
-from PIL import Image
+import torch
+from PIL import Image, ImageSequence
 
 from flowalign.readers import open_dataset
 from flowalign.scoring.page import EXAMPLES, Findings, failures, render, thumbnails, verdict, write
+from flowalign.video_files import write_clip
 
 SUMMARY = {"rows": 9, "failed": 2, "reasons": {"missing file": 2}, "rows_per_second": 12.34,
            "data": "pictures", "schema": "generic"}  # fmt: skip
@@ -99,6 +101,22 @@ def test_thumbnails_are_of_the_wanted_media_and_only_of_them(dataset):
     assert max(picture.size) == 160
     assert np.allclose(np.array(picture)[5, 5], (196, 10, 59), atol=12)
     assert thumbnails(dataset, set()) == {}
+
+
+def test_a_video_plays_in_a_loop_for_as_long_as_it_lasts(tmp_path):
+    frames = torch.zeros(81, 3, 32, 48)
+    frames[:, 1] = torch.linspace(0.1, 0.9, 81)[:, None, None]
+    write_clip(tmp_path / "v.mp4", frames, 27.0)
+    file = tmp_path / "data.jsonl"
+    file.write_text(json.dumps({"id": "r", "prompt": "p", "video": "v.mp4"}))
+    found = thumbnails(open_dataset(str(file)), {("r", 0)})["r", 0]
+    picture = Image.open(io.BytesIO(base64.b64decode(found.partition(",")[2])))
+    shown = list(ImageSequence.all_frames(picture))
+    assert (picture.size, len(shown)) == ((160, 107), 24)
+    assert sum(frame.info["duration"] for frame in shown) == 3000
+    light = [np.asarray(frame.convert("RGB"))[..., 1].mean() for frame in shown]
+    assert light == sorted(light)
+    assert light[-1] - light[0] > 150
 
 
 def test_writing_reads_the_rows_once_and_leaves_one_file(dataset, tmp_path):

@@ -149,6 +149,21 @@ def test_consistency_uses_the_features_of_the_encoder():
     assert encoder.reads == 1
 
 
+def test_frames_are_encoded_some_at_a_time():
+    class Counted(Mean):
+        sizes = ()
+
+        def pictures(self, frames):
+            self.sizes = (*self.sizes, len(frames))
+            return super().pictures(frames)
+
+    encoder, batch = Counted(), example_batch(2, frames=40, height=8, width=9)
+    together = SubjectConsistency(encoder, device="cpu").score(batch).values
+    assert encoder.sizes == (64, 16)
+    alone = [SubjectConsistency(Mean(), device="cpu").score(batch.take([i])) for i in range(2)]
+    torch.testing.assert_close(together, torch.cat([one.values for one in alone]))
+
+
 class Brightness(RewardModel):
     """Mean and red of a picture; a dark one has no score."""
 

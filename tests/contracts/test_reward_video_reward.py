@@ -113,13 +113,82 @@ def test_constants_of_the_checkpoint_are_its_own_and_missing_ones_are_no_default
     )
 
 
+def in_one_pass(model, batch, i=0):
+    """The raw scores by a single pass over clip and prompt, as in the original."""
+    marks = model.tokenizer.convert_tokens_to_ids(list(video_reward.TOKENS))
+    return model.network([model._chat(batch, i)], marks, "video")[0].diagonal()
+
+
 def test_quality_and_motion_cannot_depend_on_the_prompt(model):
-    prompt = "a" * len(PROMPTS[0])
-    here, there = raw(model, 0), raw(model, 0, prompt)
+    here = in_one_pass(model, recorded(0))
+    there = in_one_pass(model, recorded(0, "a" * len(PROMPTS[0])))
     assert torch.equal(here[:2], there[:2])
     assert (here[2] - there[2]).abs() > 1e-3
     other = raw(model, 0, "A totally different prompt")
     torch.testing.assert_close(other, RECORDED["logits_other_prompt"][0], atol=5e-5, rtol=0)
+
+
+@pytest.mark.parametrize("position_mode", ["sequential", "mrope"])
+def test_reading_the_clip_before_the_prompt_changes_no_score(short, position_mode):
+    short.network.position_mode = position_mode
+    batch = replace(example_batch(3, frames=12), fps=(8.0, 2.0, 8.0))
+    for i in range(3):
+        alone = in_one_pass(short, batch, i)
+        torch.testing.assert_close(short.score(batch).values[i, :3], alone, atol=1e-5, rtol=1e-5)
+
+
+def counted(model):
+    """Clips that the vision tower sees, and tokens that the language model reads, per pass."""
+    seen = {"clips": [], "tokens": []}
+    model.network.backbone.visual.register_forward_pre_hook(
+        lambda _, args, kwargs: seen["clips"].append(len(kwargs["grid_thw"])), with_kwargs=True
+    )
+    model.network.backbone.language_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen["tokens"].append(tuple(kwargs["inputs_embeds"].shape[:2])),
+        with_kwargs=True,
+    )
+    return seen
+
+
+def test_another_prompt_for_a_clip_costs_only_its_alignment(short):
+    clips, prompts = example_batch(2, frames=6).media, ["a cat", "tea", "a dog", "a red car"]
+    batch = MediaBatch(clips[[0, 0, 1, 0]], prompts, fps=[8.0] * 4)
+    fresh = [tiny() for _ in range(4)]
+    expected = torch.cat([fresh[i].score(batch.take([i])).values for i in range(4)])
+    seen = counted(short)
+    first = short.score(batch).values
+    torch.testing.assert_close(first, expected, atol=1e-5, rtol=1e-5)
+    assert seen["clips"] == [2]
+    (rows, before), (texts, after) = seen["tokens"]
+    assert (rows, texts) == (2, 4)
+    assert before > 40 > after
+    again = short.score(replace(batch, prompts=["rain", *prompts[1:]])).values
+    assert seen["clips"] == [2], "the clips of the last batch are not seen again"
+    assert len(seen["tokens"]) == 3
+    assert torch.equal(again[0, :2], first[0, :2])
+    assert (again[0, 2] - first[0, 2]).abs() > 1e-4
+    torch.testing.assert_close(again[1:], expected[1:], atol=1e-5, rtol=1e-5)
+
+
+def test_a_clip_that_differs_in_one_pixel_is_seen_anew(short):
+    media = example_batch(1, frames=4).media
+    other = media.clone()
+    other[0, 2, 1, 5, 7] = 1 - other[0, 2, 1, 5, 7]
+    seen = counted(short)
+    first, second = (short.score(MediaBatch(m, ["a"], fps=[8.0])).values for m in (media, other))
+    assert seen["clips"] == [1, 1]
+    assert not torch.equal(first, second)
+
+
+def test_equal_clips_that_require_a_gradient_each_get_their_own(short):
+    media = example_batch(1, frames=4).media.repeat(2, 1, 1, 1, 1).requires_grad_()
+    values = short.score(MediaBatch(media, ["a cat", "tea"], fps=[8.0] * 2)).values
+    (quality,) = torch.autograd.grad(values[1, 0], media, retain_graph=True)
+    (alignment,) = torch.autograd.grad(values[1, 2], media)
+    for gradient in (quality, alignment):
+        assert (gradient[0] == 0).all()
+        assert gradient[1].abs().sum() > 0
+    assert short._kept == {}
 
 
 def test_the_rate_of_frames_is_that_of_the_checkpoint(tmp_path):

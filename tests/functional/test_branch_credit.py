@@ -1,5 +1,7 @@
 """Credit of trees, combs and coarse completions against arithmetic by hand and recordings."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -10,7 +12,7 @@ from flowalign.credit.branch import Branch, extremes, fused
 from flowalign.credit.contrast import Contrast, contrast
 from flowalign.credit.control_variate import ControlVariate, explained
 from flowalign.credit.granular import Granular
-from flowalign.credit.redistribute import Redistribute, shares
+from flowalign.credit.redistribute import Redistribute, nearness, shares
 from flowalign.credit.tree import LeafAdvantage
 from flowalign.functional.advantage import group_center
 from flowalign.functional.tail import Completion
@@ -30,7 +32,15 @@ def trajectory(branching=None, prompts=("a",), window=None, **sampling) -> Traje
     cfg = Sampling(**{"num_steps": 3, "branching": branching or Chain(),
                       "window": window or AllButLast()} | sampling)  # fmt: skip
     steps = cfg.window.steps(cfg.num_steps, 0, torch.Generator())
-    return blank(cfg, steps, prompts, torch.zeros(1, 2), torch.linspace(1, 0, cfg.num_steps + 1))
+    return blank(cfg, steps, prompts, torch.linspace(1, 0, cfg.num_steps + 1))
+
+
+def with_states(blank: Trajectory) -> Trajectory:
+    """Random ones, of two elements."""
+    generator = torch.Generator().manual_seed(1)
+    states = {k: torch.randn(len(blank.holders(k)), 2, generator=generator)
+              for k in range(blank.num_steps + 1)}  # fmt: skip
+    return replace(blank, states=states)
 
 
 def outcomes(*values: float) -> Given:
@@ -230,21 +240,28 @@ def test_strides_that_are_none_are_refused(strides):
 
 
 def test_shares_by_hand():
-    """Nearness .6, 0, .8, 1: gained -.6, .8, .2; the third step is not trained."""
-    states = torch.tensor([[[3.0, 4.0], [0.0, 2.0], [4.0, 3.0], [1.0, 0.0]]])
+    """Gained -.6, .8, .2; the third step is not trained."""
+    near = torch.tensor([[0.6, 0.0, 0.8, 1.0]])
     trained = torch.tensor([[1.0, 1.0, 0.0]])
-    assert_close(shares(states, trained), torch.tensor([[0.0, 2.0, 0.0]]))
-    assert_close(shares(states, torch.ones(1, 3)), torch.tensor([[0.0, 2.4, 0.6]]))
+    assert_close(shares(near, trained), torch.tensor([[0.0, 2.0, 0.0]]))
+    assert_close(shares(near, torch.ones(1, 3)), torch.tensor([[0.0, 2.4, 0.6]]))
+
+
+def test_nearness_to_the_last_state_by_hand_from_the_states_of_trained_steps_alone():
+    """Of steps 1 and 2 among 4; state 0 is not kept, and no one asks for it."""
+    one = trajectory(samples_per_prompt=1, num_steps=4, window=Fixed(1, 3))
+    states = {1: [0.0, 2.0], 2: [4.0, 3.0], 3: [-3.0, 4.0], 4: [5.0, 0.0]}
+    one = replace(one, states={k: torch.tensor([x]) for k, x in states.items()})
+    assert_close(nearness(one), torch.tensor([[0.0, 0.0, 0.8, -0.6, 0.0]]))
 
 
 def test_where_no_step_came_nearer_all_share_alike():
-    states = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]])
-    assert shares(states, torch.tensor([[1.0, 0.0]])).tolist() == [[1.0, 0.0]]
+    near = torch.tensor([[1.0, 0.0, 1.0]])
+    assert shares(near, torch.tensor([[1.0, 0.0]])).tolist() == [[1.0, 0.0]]
 
 
 def test_redistribution_hands_out_the_advantage():
-    chain = trajectory(samples_per_prompt=2)
-    chain.states.copy_(torch.randn(chain.states.shape, generator=torch.Generator().manual_seed(1)))
+    chain = with_states(trajectory(samples_per_prompt=2))
     got = Redistribute()(chain, outcomes(1, 4))
     assert got.normalised
     assert_close(got.value[:, :2, 0].mean(1), torch.tensor([-1.5, 1.5]) / 1.5001)
@@ -284,8 +301,7 @@ def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_al
 
 @pytest.mark.parametrize("credit", [Contrast(threshold=0.0), Redistribute()], ids=str)
 def test_a_missing_outcome_takes_no_other_sample_with_it(credit):
-    four = trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",))
-    four.states.copy_(torch.randn(four.states.shape, generator=torch.Generator().manual_seed(1)))
+    four = with_states(trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",)))
     got = credit(four, outcomes(1.0, NAN, 3.0, 8.0))
     alone = (torch.tensor([1.0, 3.0, 8.0]) - 4) / (26 / 3) ** 0.5
     if isinstance(credit, Contrast):

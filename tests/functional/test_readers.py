@@ -319,4 +319,4 @@ def test_the_identity_is_of_the_contents(tmp_path):
 
 
 def test_every_schema_has_a_name_of_its_own():
-    assert len(readers.SCHEMAS) == 13
+    assert len(readers.SCHEMAS) == 14

@@ -138,7 +138,8 @@ def test_boundaries_come_from_the_states_of_everyone():
     _, _, single = made(GRPO(PPOClip(0.2)))
     size = torch.tensor([1.0, 1.5, 1.875, 3.28125, 3.69140625])
     states = size[:, None].expand(12, 5, 3).clone()
-    single = replace(single, trajectory=replace(single.trajectory, states=states))
+    kept = dict(enumerate(states.unbind(1)))
+    single = replace(single, trajectory=replace(single.trajectory, states=kept))
     assert chunked(single, "latent_change", ALONE).chunk.tolist() == [0, 0, 1, 2]
 
 

@@ -37,7 +37,7 @@ def trajectory_of(policy: PixelPolicy, finish=(), steps=range(T - 1), **sampling
 
 def one_after_another(policy, trajectory: Trajectory, k: int, how: Completion) -> torch.Tensor:
     rows = trajectory.holders(k)
-    x, path = trajectory.states[rows, k], how.path(k, T)
+    x, path = trajectory.state(k, rows), how.path(k, T)
     for j, i in pairwise(path):
         cond = take(trajectory.cond, rows // trajectory.group_size)
         v = policy.velocity(x, trajectory.sigmas[j], cond)
@@ -114,7 +114,7 @@ def test_sixteen_leaves_cost_branchgrpos_203_evaluations():
 def test_one_step_completion_is_the_prediction_of_the_data():
     policy = moving_policy()
     trajectory = trajectory_of(policy, [(1, ONE)])
-    x, sigma = trajectory.states[:, 1], trajectory.sigmas[1]
+    x, sigma = trajectory.state(1), trajectory.sigmas[1]
     v = policy.velocity(x, sigma, take(trajectory.cond, torch.arange(6) // 3))
     torch.testing.assert_close(trajectory.finished[1, ONE], x - sigma * v)
 

@@ -12,6 +12,7 @@ from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.judging import judge, rollout, state_values
+from flowalign.recipe import Online
 from flowalign.rewards import RewardFailure
 from flowalign.types import RewardOutput
 from flowalign.windows import AllButLast, Fixed, RandomSubset
@@ -39,10 +40,17 @@ def setting(credit, window=None, num_steps=5, **recipe):
     return cfg, learner, rollout(cfg, learner, THREE, 0, 0)
 
 
+def whole(cfg, learner):
+    """The trajectory of `setting` with all of its states."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Online, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
+        return rollout(cfg, learner, THREE, 0, 0)
+
+
 @torch.no_grad()
 def picture(policy, trajectory, k):
     """Where the ODE ends from state k, one Euler step after another."""
-    x, sigmas = trajectory.states[:, k], trajectory.sigmas
+    x, sigmas = trajectory.state(k), trajectory.sigmas
     cond = {name: c.repeat_interleave(4, 0) for name, c in trajectory.cond.items()}
     for i in range(k, trajectory.num_steps):
         x = x + (sigmas[i + 1] - sigmas[i]) * policy.velocity(x, sigmas[i], cond)
@@ -114,7 +122,7 @@ WINDOWS = [AllButLast(), Fixed(0, 5), Fixed(1, 3), Fixed(2, 3), RandomSubset(0.6
 def test_the_value_of_a_steps_next_state_is_that_of_finishing_it(credit, window):
     """Gaps of ODE steps and their tail included, where no state is valued for it."""
     cfg, learner, trajectory = setting(credit, window, advantage_scale="none")
-    v = values_by_hand(learner.policy, trajectory)
+    v = values_by_hand(learner.policy, whole(cfg, learner))
     earned = v[:, 1:] - v[:, :-1] if isinstance(credit, Gain) else v[:, 1:]
     centred = earned - earned.view(3, 4, 5).mean(1).repeat_interleave(4, 0)
     batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))

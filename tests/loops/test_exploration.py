@@ -85,7 +85,7 @@ def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
     trajectory = sample(policy, texts, cfg, (0, 1, 2), generators)
     values = []
     for k in range(4):
-        x = trajectory.states[:, k]
+        x = trajectory.state(k)
         for i in range(k, 4):
             sigma, after = trajectory.sigmas[i : i + 2]
             with torch.no_grad():

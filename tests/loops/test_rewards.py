@@ -122,7 +122,7 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
     assert len(model.groups) == 1
     assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
     assert len(set(model.groups[0])) == 3
-    red = learner.policy.decode(trajectory.states[:, 4])[:, 0, 0, 0, 0].view(3, 4)
+    red = learner.policy.decode(trajectory.state(4))[:, 0, 0, 0, 0].view(3, 4)
     wanted = (red[:, :, None] > red[:, None]).sum(2).flatten() / 3
     assert_close(values[:, 2], wanted)
 

@@ -22,7 +22,7 @@ from flowalign.functional.transition import (
 )
 from flowalign.judging import judge, rollout, state_values
 from flowalign.minibatches import minibatches
-from flowalign.rollout import Sampling, generate, sample
+from flowalign.rollout import Sampling, Storage, generate, sample
 from flowalign.seeds import generator
 from flowalign.windows import AllButLast, Fixed
 from tests.embedded import move, new_sd3
@@ -57,9 +57,15 @@ def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
     return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep_means)
 
 
+def stacked(trajectory, count=None):
+    """The first states of every sample, all where no count is given."""
+    ks = range(trajectory.num_steps + 1 if count is None else count)
+    return torch.stack([trajectory.state(k) for k in ks], 1)
+
+
 def replayed(policy, trajectory, kernel, k, micro_batch):
     """log-densities of step k from stored states only, through the same chunks."""
-    x, x_next = trajectory.states[:, k].float(), trajectory.states[:, k + 1].float()
+    x, x_next = trajectory.state(k), trajectory.state(k + 1)
     rows = torch.arange(len(x)) // trajectory.group_size
     with torch.no_grad():
         v = velocity(policy, x, trajectory.sigmas[k], trajectory.cond, rows, micro_batch)
@@ -81,10 +87,15 @@ def replays():
 def test_replay_reproduces_every_stored_log_probability_exactly(which, kernel, dtype, request):
     policy = pixel_policy() if which == "pixel" else request.getfixturevalue("sd3")
     cfg = Sampling(
-        num_steps=4, samples_per_prompt=3, kernel=kernel, state_dtype=dtype, eta=0.6, micro_batch=5
+        num_steps=4,
+        samples_per_prompt=3,
+        kernel=kernel,
+        states=Storage(dtype=dtype),
+        eta=0.6,
+        micro_batch=5,
     )
     trajectory = draw(policy, cfg)
-    assert trajectory.states.dtype == DTYPES[dtype]
+    assert {state.dtype for state in trajectory.states.values()} == {DTYPES[dtype]}
     assert (trajectory.logp[:, :3] != 0).all()
     for k in range(3):
         assert torch.equal(replayed(policy, trajectory, kernel, k, 5), trajectory.logp[:, k])
@@ -122,20 +133,20 @@ def test_a_merged_step_jumps_with_the_noise_of_its_whole_length():
         0.25,
         0,
     ]
-    assert torch.equal(merged.states[:, :2], plain.states[:, :2])
-    torch.testing.assert_close(merged.states[:, 2], merged.states[:, 3], atol=1e-6, rtol=1e-6)
+    assert torch.equal(stacked(merged, 2), stacked(plain, 2))
+    torch.testing.assert_close(merged.state(2), merged.state(3), atol=1e-6, rtol=1e-6)
     rows = torch.zeros(2000, dtype=torch.long)
     with torch.no_grad():
-        x, cond = merged.states[:, 1], take(merged.cond, rows)
+        x, cond = merged.state(1), take(merged.cond, rows)
         v = policy.velocity(x, torch.tensor(0.75), cond)
         std = 0.6 * 3**0.5 * 0.5**0.5
         x1 = x + 0.25 * v
-        noise = merged.states[:, 2] - (0.75 * (x - 0.75 * v) + (0.25 - std**2 / 1.5) * x1)
-        last = merged.states[:, 3]
+        noise = merged.state(2) - (0.75 * (x - 0.75 * v) + (0.25 - std**2 / 1.5) * x1)
+        last = merged.state(3)
         end = last - 0.25 * policy.velocity(last, torch.tensor(0.25), cond)
     assert noise.std() == pytest.approx(std, rel=0.03)
     assert abs(float(noise.mean())) < 0.05
-    torch.testing.assert_close(merged.states[:, 4], end, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged.state(4), end, atol=1e-5, rtol=1e-5)
 
 
 def test_merged_steps_are_learned_from():
@@ -156,7 +167,7 @@ def test_kept_means_are_the_means_of_the_trained_steps_only():
     trajectory = draw(policy, cfg, keep_means=True)
     assert sorted(trajectory.means) == [1, 2]
     for k, mean in trajectory.means.items():
-        noise = trajectory.states[:, k + 1] - mean
+        noise = trajectory.state(k + 1) - mean
         assert 0.01 < noise.abs().mean() < 2
     assert draw(policy, cfg).means == {}
 
@@ -172,19 +183,19 @@ def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kern
     assert ((trajectory.eta > 0) == inside).all()
     assert ((trajectory.logp != 0) == inside).all()
     for k in range(6):
-        x, s, t = trajectory.states[:, k], trajectory.sigmas[k], trajectory.sigmas[k + 1]
+        x, s, t = trajectory.state(k), trajectory.sigmas[k], trajectory.sigmas[k + 1]
         with torch.no_grad():
             euler = x + (t - s) * policy.velocity(x, s, take(trajectory.cond, rows))
-        away = (trajectory.states[:, k + 1] - euler).abs().max()
+        away = (trajectory.state(k + 1) - euler).abs().max()
         assert (away > 0.05) == bool(inside[k]), k
         if not inside[k]:
-            torch.testing.assert_close(trajectory.states[:, k + 1], euler, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(trajectory.state(k + 1), euler, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_shared_initial_noise_is_one_state_per_prompt(shared):
     cfg = Sampling(num_steps=3, samples_per_prompt=4, seeds_per_prompt=1 if shared else None)
-    states = draw(pixel_policy(), cfg).states.unflatten(0, (3, 4))
+    states = stacked(draw(pixel_policy(), cfg)).unflatten(0, (3, 4))
     first, later = states[:, :, 0], states[:, :, 1]
     assert torch.equal(first, first[:, :1].expand_as(first)) == shared
     assert len(first.flatten(0, 1).unique(dim=0)) == (3 if shared else 12)
@@ -200,10 +211,10 @@ def test_what_a_prompt_draws_does_not_depend_on_who_is_sampled_with_it(noise):
     for part in (slice(0, 1), slice(1, 3)):
         alone = sample(policy, THREE[part], cfg, (0, 1, 2), seeds(3)[part])
         rows = slice(part.start * group, part.stop * group)
-        torch.testing.assert_close(alone.states, together.states[rows], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(stacked(alone), stacked(together)[rows], atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(alone.logp, together.logp[rows], atol=1e-5, rtol=1e-5)
     small = draw(policy, dataclasses.replace(cfg, micro_batch=5))
-    torch.testing.assert_close(small.states, together.states, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(stacked(small), stacked(together), atol=1e-6, rtol=1e-6)
 
 
 def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
@@ -212,19 +223,19 @@ def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
     trajectory = draw(policy, cfg)
     assert trajectory.prompts == ["a", "a", "ccc", "ccc", "bb", "bb"]
     assert trajectory.cond["length"].flatten().tolist() == [1, 3, 2]
-    x, s, t = trajectory.states[:, 2], trajectory.sigmas[2], trajectory.sigmas[3]
+    x, s, t = trajectory.state(2), trajectory.sigmas[2], trajectory.sigmas[3]
     lengths = torch.tensor([1.0, 1.0, 3.0, 3.0, 2.0, 2.0])[:, None]
     with torch.no_grad():
         last = x + (t - s) * policy.velocity(x, s, {"length": lengths})
-    torch.testing.assert_close(trajectory.states[:, 3], last)
+    torch.testing.assert_close(trajectory.state(3), last)
 
 
 def test_another_step_of_the_loop_draws_other_noise():
     learner, cfg = new_learner(), new_recipe()
-    a, b = (rollout(cfg, learner, THREE, 0, step).states for step in (0, 1))
+    a, b = (stacked(rollout(cfg, learner, THREE, 0, step)) for step in (0, 1))
     assert (a[:, 0] - b[:, 0]).abs().min() > 0
-    assert torch.equal(rollout(cfg, learner, THREE, 0, 0).states, a)
-    assert not torch.equal(rollout(cfg, learner, THREE, 1, 0).states, a)
+    assert torch.equal(stacked(rollout(cfg, learner, THREE, 0, 0)), a)
+    assert not torch.equal(stacked(rollout(cfg, learner, THREE, 1, 0)), a)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
@@ -234,7 +245,7 @@ def test_generate_is_a_rollout_without_a_window(kernel):
     trajectory = draw(policy, cfg, steps=())
     assert trajectory.eta.abs().max() == 0
     latents = generate(policy, THREE, 5, seeds(3), micro_batch=2)
-    torch.testing.assert_close(latents, trajectory.states[:, -1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(latents, trajectory.state(5), atol=1e-5, rtol=1e-5)
 
 
 def test_generate_orders_its_prompts_as_asked_and_repeats_what_is_repeated():
@@ -258,12 +269,12 @@ def test_finishing_follows_the_ode_from_any_state():
     for k in (0, 2):
         torch.testing.assert_close(
             complete(policy, trajectory, [(k, how)], 3)[k, how],
-            trajectory.states[:, 4],
+            trajectory.state(4),
             atol=1e-5,
             rtol=1e-5,
         )
     noisy = draw(policy, cfg)
-    x, s = noisy.states[:, 3], noisy.sigmas
+    x, s = noisy.state(3), noisy.sigmas
     with torch.no_grad():
         v = policy.velocity(x, s[3], take(noisy.cond, torch.arange(6) // 2))
     torch.testing.assert_close(
@@ -336,7 +347,7 @@ def test_siblings_share_a_part_of_their_noise_and_each_alone_is_standard_normal(
                    branching=Tree(spread=2.0))  # fmt: skip
     policy = pixel_policy()
     trajectory = sample(policy, ["a"] * 400, cfg, (0,), seeds(400))
-    x = trajectory.states
+    x = stacked(trajectory)
     v = policy.velocity(x[:, 0], trajectory.sigmas[0], {"length": torch.ones(800, 1)}).detach()
     at = transition(cfg.kernel, x[:, 0], v, trajectory.sigmas, 0, trajectory.eta[:, 0])
     both = ((x[:, 1] - at.mean) / at.std[:, None]).unflatten(0, (400, 2))

@@ -1,0 +1,94 @@
+"""Clip-level rollouts: the samples of a video prompt differ in one run of frames only.
+
+Everything random outside the clip, the initial noise of these frames and the noise that every
+stochastic step adds to them, is drawn once for all samples of the prompt. What tells their rewards
+apart was then drawn inside the clip, so the group compares clips and not whole videos.
+
+Each sample by itself is still a draw from the policy, and its transitions and log-probabilities are
+those of the whole latent. The shared noise e adds A_b e d(mean of these frames)/d(theta) / std to
+the gradient of sample b. Where the samples have equal means there, these terms sum to
+(sum of A_b) times one vector: nothing, for advantages that are centred in the group. They are
+exactly equal up to the first place where the frames inside the clip differ. After it attention
+carries that difference outside, the means part, and a part that shrinks with that difference is
+left.
+
+Source: the clip-level rollouts of WorldCompass, arXiv:2602.09022. The paper's models are
+autoregressive: there the frames before the clip are one finished prefix, and none comes after it.
+Sharing noise is our version for models that denoise all frames together.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+
+class Clip(ABC):
+    """Chooses the latent frames in which the samples of a prompt differ."""
+
+    @abstractmethod
+    def frames(self, num_frames: int, generator: torch.Generator) -> range:
+        """Latent frames within [0, num_frames). ValueError where the clip does not fit."""
+
+
+@dataclass(frozen=True)
+class Fixed(Clip):
+    """Latent frames start, ..., stop - 1 for every prompt."""
+
+    start: int
+    stop: int
+
+    @override
+    def frames(self, num_frames: int, generator: torch.Generator) -> range:
+        """The same frames each time."""
+        return _inside(self.start, self.stop, num_frames)
+
+
+@dataclass(frozen=True)
+class Random(Clip):
+    """`length` consecutive latent frames, drawn for each prompt of each step."""
+
+    length: int
+
+    @override
+    def frames(self, num_frames: int, generator: torch.Generator) -> range:
+        """One draw, uniform over all places."""
+        _inside(0, self.length, num_frames)
+        places = num_frames - self.length + 1
+        start = int(torch.randint(places, (), generator=generator))
+        return _inside(start, start + self.length, num_frames)
+
+
+def clips_of(
+    clip: Clip, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
+) -> list[range]:
+    """The clip of each prompt. ValueError for pictures, and for frames that there are not."""
+    if len(latent_shape) != 4:
+        raise ValueError(
+            f"sampling.clip is about the frames of a video, but the latents of this policy have "
+            f"shape {tuple(latent_shape)}, not (channels, frames, height, width): set it to null"
+        )
+    return [clip.frames(latent_shape[1], generator) for generator in generators]
+
+
+def shared_outside(
+    noise: Float[Tensor, "B *latent"], clips: Sequence[range]
+) -> Float[Tensor, "B *latent"]:
+    """Noise, prompt-major, whose frames outside each prompt's clip are those of its first row."""
+    parts = noise.clone().chunk(len(clips))
+    for part, clip in zip(parts, clips, strict=True):
+        outside = [frame for frame in range(noise.shape[2]) if frame not in clip]
+        part[:, :, outside] = part[:1, :, outside]
+    return torch.cat(parts)
+
+
+def _inside(start: int, stop: int, num_frames: int) -> range:
+    if not 0 <= start < stop <= num_frames:
+        raise ValueError(
+            f"sampling.clip [{start}, {stop}) lies outside the latent frames [0, {num_frames})"
+        )
+    return range(start, stop)

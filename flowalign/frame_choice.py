@@ -1,0 +1,112 @@
+"""Which frames of a clip are wanted, taken from it as they come."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_CLOSE = 1e-6
+"""Seconds; of two frames that are equally near to a moment within this, the earlier is taken."""
+
+
+class MediaProblem(ValueError):
+    """Why a file gives no frames: what kind of problem, a colon, and the details."""
+
+
+class Shown(NamedTuple):
+    """A frame and the second at which it appears, NaN where nobody knows."""
+
+    second: float
+    frame: Any
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which frames are wanted; without any of these, all."""
+
+    max_frames: int | None = None
+    """At most so many, evenly spaced."""
+    fps: float | None = None
+    """Those nearest in time to 0, 1 / fps, 2 / fps, ... seconds after the first, none twice."""
+    num_frames: int | None = None
+    """Exactly so many, the first ones."""
+
+    def __post_init__(self) -> None:
+        """Refuse what no clip can give."""
+        if self.max_frames and (self.fps or self.num_frames):
+            raise ValueError("max_frames goes neither with fps nor with num_frames")
+        for name, value in vars(self).items():
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} is {value}; it must be above 0")
+
+    def of(self, shown: Iterable[Shown], total: int, name: str) -> Iterator[Shown]:
+        """The wanted frames; `total` is needed for evenly spaced ones only.
+
+        Raises:
+            MediaProblem: on the way, where a wanted frame is not there; `name` is the clip's.
+        """
+        if self.fps:
+            shown = at_rate(shown, self.fps, name)
+        if self.max_frames and total > self.max_frames:
+            middles = {int((i + 0.5) * total / self.max_frames) for i in range(self.max_frames)}
+            shown = (one for i, one in enumerate(shown) if i in middles)
+        yield from exactly(shown, self.num_frames, name) if self.num_frames else shown
+
+    def rate(self, fps: float | None, total: int) -> float | None:
+        """Frames per second of what is chosen, if the clip has `fps`."""
+        if self.fps or not fps:
+            return self.fps
+        return fps * min(self.max_frames, total) / total if self.max_frames else fps
+
+
+def at_rate(shown: Iterable[Shown], fps: float, name: str) -> Iterator[Shown]:
+    """The frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first.
+
+    Raises:
+        MediaProblem: the moments are unknown, or one frame would be taken twice.
+    """
+    start, before, used, count, shown_so_far = 0.0, None, -math.inf, 0, 0
+    for one in shown:
+        if math.isnan(one.second):
+            raise MediaProblem(f"unknown rate: {name} does not say its frames per second")
+        start = one.second if before is None else start
+        before = before or one
+        while (moment := start + count / fps) <= one.second + _CLOSE:
+            nearest = one if one.second - moment < moment - before.second - _CLOSE else before
+            if nearest.second <= used:
+                raise MediaProblem(
+                    f"too few frames: {name} has none between {before.second - start:.3f} and "
+                    f"{one.second - start:.3f} s, and {fps:g} a second are wanted"
+                )
+            yield nearest
+            used, count = nearest.second, count + 1
+        before, shown_so_far = one, shown_so_far + 1
+    if before is None or shown_so_far < 2 or before.second <= used:
+        return
+    end = before.second + (before.second - start) / (shown_so_far - 1)
+    if start + count / fps < end - _CLOSE:
+        yield before
+
+
+def exactly(shown: Iterable[Shown], count: int, name: str) -> Iterator[Shown]:
+    """The first `count` frames. MediaProblem where there are fewer."""
+    there = 0
+    for one in itertools.islice(shown, count):
+        there += 1
+        yield one
+    if there < count:
+        raise MediaProblem(f"too short: {name} gives {there} of the wanted {count} frames")
+
+
+def mean_rate(seconds: Sequence[float], stated: float | None, tick: float) -> float | None:
+    """Frames per second: as stated, where frames at these seconds agree with it, else on average.
+
+    Moments are counted in ticks, so that they agree if they are less than one apart.
+    """
+    span = seconds[-1] - seconds[0] if len(seconds) > 1 else 0.0
+    if not span > 0:  # unknown, too
+        return stated
+    if stated and abs(span - (len(seconds) - 1) / stated) < max(tick, _CLOSE):
+        return stated
+    return (len(seconds) - 1) / span

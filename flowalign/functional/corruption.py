@@ -1,0 +1,77 @@
+"""Real clips made worse on purpose: how far to noise them, where, and what must stay as it was."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.matching import noised
+
+
+def step_at_level(sigmas: Float[Tensor, "S"], level: float) -> int:
+    """The step of a sampler whose noise level is nearest to `level`.
+
+    It is neither the end nor pure noise, where nothing of a clip is left, so that two steps are the
+    least.
+    """
+    distance = (sigmas[:-1] - level).abs()
+    return int(torch.where(sigmas[:-1] < 1, distance, torch.inf).argmin())
+
+
+def step_at_share(num_steps: int, share: float) -> int:
+    """The step from which round(share * num_steps) are left, at least one.
+
+    Shifted schedules are still at a high noise level there: 0.95 at a share of 0.8 and shift 5.
+    """
+    return num_steps - max(1, round(share * num_steps))
+
+
+def restored(
+    x: Float[Tensor, "n *latent"],
+    clean: Float[Tensor, "n *latent"],
+    noise: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, ""],
+    mask: Float[Tensor, "n *mask"],
+) -> Float[Tensor, "n *latent"]:
+    """mask * x + (1 - mask) * noised(clean, noise, sigma): outside the mask nothing has happened.
+
+    With the noise that x began with, outside and inside are one state; at sigma 0 the outside is
+    the real clip.
+    Source: Local-DPO, arXiv:2601.04068, and its code.
+    """
+    return torch.lerp(noised(clean, noise, sigma.expand(len(clean))), x, mask.expand_as(x))
+
+
+def moving_mask(
+    grid: tuple[int, int, int], share: float, num_shapes: int, generator: torch.Generator
+) -> Float[Tensor, "F H W"]:
+    """0 and 1: boxes and ellipses that move and change size over the frames of a latent grid.
+
+    Exactly round(share * volume) places are 1, at least one and never all. Centres and sizes go
+    in straight lines from one draw to another; shapes may overlap and leave the picture.
+    Source: Local-DPO, arXiv:2601.04068, with other shapes: its code draws outlines of one to five
+    parts whose area it does not fix.
+
+    Raises:
+        ValueError: the grid is a single place.
+    """
+    volume = grid[0] * grid[1] * grid[2]
+    if volume < 2:
+        raise ValueError(f"a latent grid of {grid} has one place: no part of it can be masked")
+    count = min(max(1, round(share * volume)), volume - 1)
+    distance = torch.stack([_distance(grid, generator) for _ in range(num_shapes)]).amin(0)
+    nearest = distance.flatten().argsort(stable=True)[:count]
+    return torch.zeros(volume).index_fill(0, nearest, 1.0).view(grid)
+
+
+def _distance(grid: tuple[int, int, int], generator: torch.Generator) -> Float[Tensor, "F H W"]:
+    """Of every place from a moving centre, in units of the shape's size; the picture is 1 x 1."""
+    frames, rows, columns = grid
+    time = torch.linspace(0, 1, frames)[:, None]
+    first, last = torch.rand(2, 2, 2, generator=generator)
+    centre, size = (first[i] + (last - first)[i] * time for i in range(2))
+    size = 0.25 + 0.75 * size
+    y = ((torch.arange(rows) + 0.5) / rows - centre[:, :1]) / size[:, :1]
+    x = ((torch.arange(columns) + 0.5) / columns - centre[:, 1:]) / size[:, 1:]
+    y, x = torch.broadcast_tensors(y[:, :, None], x[:, None, :])
+    is_box = torch.rand((), generator=generator) < 0.5
+    return torch.maximum(y.abs(), x.abs()) if is_box else torch.hypot(y, x)

@@ -1,0 +1,52 @@
+"""Parts of a clip in time, in latent frames and in frames, and which of two clips is better there.
+
+Axes: m pairs, C segments of a clip.
+"""
+
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Span = tuple[int, int]
+"""First frame, and the one after the last."""
+
+
+def spans(num_frames: int, length: float) -> list[Span]:
+    """Frames cut into parts about so long, as even as they get; at least one part."""
+    count = min(max(1, round(num_frames / length)), num_frames)
+    ends = [round(i * num_frames / count) for i in range(count + 1)]
+    return list(pairwise(ends))
+
+
+def temporal_stride(num_frames: int, num_latent: int) -> int:
+    """Frames that a latent frame stands for; the first one stands for the first frame alone.
+
+    That is how causal VAEs of videos count.
+
+    Raises:
+        ValueError: these numbers belong to no such VAE.
+    """
+    if num_latent == 1 and num_frames == 1:
+        return 1
+    if num_latent < 2 or num_frames < num_latent or (num_frames - 1) % (num_latent - 1):
+        raise ValueError(
+            f"{num_frames} frames from {num_latent} latent frames: expected 1 + k * "
+            f"{num_latent - 1} with a whole number k"
+        )
+    return (num_frames - 1) // (num_latent - 1)
+
+
+def frames_of(latent: Span, stride: int) -> Span:
+    """The frames that latent frames stand for."""
+    start, stop = latent
+    return max(0, 1 + (start - 1) * stride), 1 + (stop - 1) * stride
+
+
+def preferred(
+    a: Float[Tensor, "m C"], b: Float[Tensor, "m C"], margin: float
+) -> Float[Tensor, "m C"]:
+    """1 where a is better by more than the margin, -1 where b is, 0 for a tie."""
+    gap = a - b
+    return torch.where(gap.abs() > margin, gap.sign(), 0.0)

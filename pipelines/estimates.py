@@ -1,0 +1,81 @@
+"""What parts of a pipeline would hold in memory: built and run on tensors that have no values."""
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import diffusers
+import torch
+import transformers
+from diffusers import DiffusionPipeline
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from pipelines.folder import config_of, setting_of
+
+_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """Bytes of the tensors that `work` makes and that are alive at once, at most."""
+    with torch.no_grad(), _Alive() as alive:
+        work()
+    return alive.most
+
+
+def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
+    """The pipeline with its VAE on the meta device, and nothing else."""
+    config = config_of(cls, path, "vae")
+    with torch.device("meta"):
+        vae = getattr(diffusers, config["_class_name"]).from_config(config)
+    vae.eval()
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    needed = {p.name: None for p in parameters if p.default is p.empty}
+    return cls(**needed | {"vae": vae})
+
+
+def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
+    """Parameters of what encodes prompts, and pictures beside them, from configurations alone."""
+    total = 0
+    for name in _ENCODERS:
+        library, kind = setting_of(cls, path, name) or ("", "")
+        if library != "transformers":
+            continue
+        config = AutoConfig.from_pretrained(path, subfolder=name)
+        with torch.device("meta"):
+            encoder = getattr(transformers, kind)(config)
+        total += sum(p.numel() for p in encoder.parameters())
+    return total
+
+
+class _Alive(TorchDispatchMode):
+    """Counts the bytes of every tensor that an operation makes, from then on until it is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = 0, 0
+        self.seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """The operation itself; its results are counted."""
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        return out
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self.seen:
+            return
+        self.seen.add(storage)
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._free, storage.nbytes())
+
+    def _free(self, num_bytes: int) -> None:
+        self.now -= num_bytes

@@ -1,0 +1,137 @@
+"""LTX-Video, text to video, as a flowalign policy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import LTXPipeline, LTXVideoTransformer3DModel
+from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
+from torch import Tensor
+
+from flowalign.types import Cond
+from pipelines.base import Precision
+from pipelines.framewise import windows
+from pipelines.video import Memory, Video, VideoPolicy
+from pipelines.weights import Lora
+
+LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
+"""On self- and cross-attention of every block.
+
+A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
+"""
+
+DECODE_TIME, DECODE_NOISE = 0.05, 0.025
+"""What a decoder that finishes the denoising is told, and the share of noise that it is given.
+
+Source: diffusers' guide to LTX-Video, for 0.9.1 and later.
+"""
+
+
+class LTX(VideoPolicy):
+    """Text-to-video policy around an `LTXPipeline` folder or hub identifier.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is not
+    rescaled, as by the pipeline's default. The network is told how fast frames follow each other.
+    A decoder conditioned on a time (0.9.1 and later) adds noise: always the same for each sample.
+
+    `memory.decode_frames` bounds the latent frames decoded together, and one more; windows of them
+    are blended where they overlap. Without it the clip is decoded at once, as by the pipeline.
+    """
+
+    pipeline_class = LTXPipeline
+    transformer_class = LTXVideoTransformer3DModel
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: float = 3.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: int = 128,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, lora, precision, memory)
+        self.guidance, self.max_sequence_length = guidance, max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
+        halved = 2 ** sum(vae["spatio_temporal_scaling"])
+        frames = vae.get("temporal_compression_ratio") or vae["patch_size_t"] * halved
+        pixels = vae.get("spatial_compression_ratio") or vae["patch_size"] * halved
+        return vae["latent_channels"], frames, pixels
+
+    def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
+        size = transformer["patch_size"]
+        return transformer["patch_size_t"], size, size
+
+    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
+        return vae.latents_mean, vae.latents_std / vae.config.scaling_factor
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        channels, *grid = super().shape_of_latents(transformer, vae)
+        self.grid = tuple(grid)
+        return channels, *grid
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        if num_steps == 1:  # the pipeline stretches its steps to end at a given sigma: one cannot
+            return torch.tensor([1.0, 0.0])
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        mu = calculate_shift(prod(self.grid), *(scheduler.config[name] for name in names))
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+        return scheduler.sigmas.clone()
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        guided = self.guidance > 1
+        with self.text_encoders():
+            text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
+                list(prompts), None, guided, max_sequence_length=self.max_sequence_length,
+                device=self.denoiser.device,
+            )  # fmt: skip
+        cond = {"text": text, "mask": mask}
+        return cond | {"text_neg": text_neg, "mask_neg": mask_neg} if guided else cond
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        time = 1000 * sigma.expand(len(x))
+        if self.guidance <= 1:
+            return self._unguided(x, time, cond["text"], cond["mask"])
+        text = torch.cat([cond["text_neg"], cond["text"]])
+        mask = torch.cat([cond["mask_neg"], cond["mask"]])
+        v_neg, v = self._unguided(torch.cat([x, x]), time.repeat(2), text, mask).chunk(2)
+        return v_neg + self.guidance * (v - v_neg)
+
+    def _unguided(self, x: Tensor, time: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+        frames, height, width = self.grid
+        seconds = self.pipe.vae_temporal_compression_ratio / self.video.fps
+        pixels = self.pipe.vae_spatial_compression_ratio
+        v = self.call_denoiser(
+            x.flatten(2).mT,
+            timestep=time,
+            encoder_hidden_states=text,
+            encoder_attention_mask=mask,
+            num_frames=frames,
+            height=height,
+            width=width,
+            rope_interpolation_scale=(seconds, pixels, pixels),
+        )
+        return v.mT.unflatten(2, self.grid)
+
+    def pieces(self, z: Tensor) -> Iterator[Tensor]:
+        vae, time = self.pipe.vae, None
+        if vae.config.timestep_conditioning:
+            noise = torch.randn(z.shape[1:], generator=torch.Generator().manual_seed(0))
+            z = (1 - DECODE_NOISE) * z + DECODE_NOISE * noise.to(z)
+            time = z.new_full((len(z),), DECODE_TIME)
+        size = self.memory.decode_frames or z.shape[2]
+        decode = partial(_decoded, vae, time)
+        return windows(decode, z, size, self.pipe.vae_temporal_compression_ratio)
+
+
+def _decoded(vae: Any, time: Tensor | None, z: Tensor) -> Tensor:
+    return vae.decode(z, time, return_dict=False)[0]

@@ -1,0 +1,248 @@
+"""What all video pipelines do alike as policies: sizes, frames, memory, decoding and encoding."""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flowalign.types import ModelPlan, Saving
+from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.encoding import covering
+from pipelines.estimates import encoder_parameters, hollow, peak_bytes
+from pipelines.folder import activations, config_of
+from pipelines.weights import Lora
+
+_ENCODERS = ("text_encoder", "image_encoder")
+"""How names of components begin that only `encode` needs."""
+_LARGE = 10**9
+"""Bytes from which on it is worth a second to find out what would take less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """What a policy makes: pixels, frames, and how fast they follow each other."""
+
+    height: int
+    width: int
+    num_frames: int
+    """Of the media; the VAE must be able to take it, mostly 4 or 8 times something and one more."""
+    fps: float
+    """Frames per second. Clips are embedded frame by frame as they come, so a reader must give them
+    at this rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What is given for less memory; every knob costs time and none changes what is learned.
+
+    `tile` alone changes numbers: tiles are blended where they overlap.
+    """
+
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: about a third more time."""
+    tile: bool = False
+    """The VAE works on tiles of a frame, of diffusers' size for the family."""
+    slice: bool = False
+    """The VAE works on one sample at a time."""
+    decode_frames: int | None = None
+    """Latent frames that the decoder holds at a time, see the policy; None: as diffusers does."""
+    offload_text: bool = False
+    """Encoders of prompts, and of their pictures, are on the device only while they encode."""
+
+
+class VideoPolicy(DiffusersPolicy):
+    """A policy around a pipeline of videos: latents [n, C, F', H', W'] between VAE and network.
+
+    A family says what a latent is (`latent_unit`, `patch`, `statistics`) and, where its VAE can
+    decode some frames after the others, how (`pieces`). A clip that is longer than the policy's is
+    cut to its first frames; a shorter one is refused.
+    """
+
+    joint_text: bool = False
+    """Whether the network attends over text and video together."""
+
+    def __init__(
+        self, path: str, video: Video, lora: Lora | None, precision: Precision, memory: Memory
+    ):
+        super().__init__(path, lora, precision, memory.gradient_checkpointing)
+        if memory.decode_frames is not None and memory.decode_frames < 1:
+            raise ValueError(f"memory.decode_frames is {memory.decode_frames}; give 1 or more")
+        self.video, self.memory = video, memory
+        self.height, self.width, self.fps = video.height, video.width, video.fps
+        self.offloaded = _ENCODERS if memory.offload_text else ()
+        self.film = video.num_frames, memory.tile
+
+    @abstractmethod
+    def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Channels of a latent, frames that one stands for (the first: one), and pixels a side."""
+
+    @abstractmethod
+    def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Latents that make a token: along frames, rows and columns."""
+
+    @abstractmethod
+    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation of the VAE's own latents, 1 or C values: x is normalised."""
+
+    def pieces(self, z: Tensor) -> Iterator[Tensor]:
+        """Decoded frames in [-1, 1] as the VAE gives them, in order, in one or more pieces."""
+        yield self.pipe.vae.decode(z, return_dict=False)[0]
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        channels, frames, pixels = self.latent_unit(vae)
+        num_frames = allowed_frames(self.video.num_frames, frames, self.path)
+        _, rows, columns = self.patch(transformer)
+        if self.height % (pixels * rows) or self.width % (pixels * columns):
+            units = f"{pixels * rows} (height) and {pixels * columns} (width)"
+            raise ValueError(
+                f"size {self.width}x{self.height}: sides must be multiples of "
+                f"{pixels * rows if rows == columns else units} for {self.path}"
+            )
+        return channels, (num_frames - 1) // frames + 1, self.height // pixels, self.width // pixels
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
+        tokens = prod(latent_shape[1:]) // prod(self.patch(transformer))
+        return tokens + self.max_sequence_length if self.joint_text else tokens
+
+    def plan(self) -> ModelPlan:
+        return with_media(super().plan(), self)
+
+    def load(self, device: torch.device) -> None:
+        super().load(device)
+        if self.memory.tile:
+            self.pipe.vae.enable_tiling()
+        if self.memory.slice:
+            self.pipe.vae.enable_slicing()
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
+        """Of size 1 whatever the first sigma, as the pipelines start."""
+        x = torch.randn(num_samples, *self.latent_shape, generator=generator)
+        return x.to(self.denoiser.device)
+
+    @contextmanager
+    def text_encoders(self) -> Iterator[None]:
+        """Encoders of prompts are on the device within; afterwards on the CPU if they belong there.
+
+        Every `encode` does its work within.
+        """
+        parts = self.pipe.components.items()
+        moved = [p for name, p in parts if p and name.startswith(self.offloaded)]
+        for encoder in moved:
+            encoder.to(self.denoiser.device)
+        try:
+            yield
+        finally:
+            for encoder in moved:
+                encoder.to("cpu")
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        mean, std = self.channelwise()
+        media = x.new_empty(len(x), self.video.num_frames, 3, self.height, self.width)
+        rows = torch.arange(len(x)).split(1 if self.memory.slice else max(1, len(x)))
+        for some in rows:
+            start = 0
+            for piece in self.pieces(x[some] * std + mean):
+                stop = start + piece.shape[2]
+                media[some, start:stop] = (piece / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+                start = stop
+        return media
+
+    @torch.no_grad()
+    def embed(self, media: Tensor) -> Tensor:
+        wanted = self.video.num_frames
+        if media.shape[1] < wanted:
+            raise ValueError(
+                f"a clip of {media.shape[1]} frames is too short: {self.path} encodes {wanted} "
+                "(policy.video.num_frames); leave it out or ask for fewer"
+            )
+        frames = media[:, :wanted].flatten(0, 1).to(self.pipe.vae.device, torch.float32)
+        clips = covering(frames, self.height, self.width).unflatten(0, (-1, wanted))
+        return self.latents(2 * clips.transpose(1, 2) - 1)
+
+    def latents(self, clips: Tensor) -> Tensor:
+        """Mode of the encoder for clips [n, 3, F, H, W] in [-1, 1], normalised."""
+        mean, std = self.channelwise()
+        return (self.pipe.vae.encode(clips, return_dict=False)[0].mode() - mean) / std
+
+    def channelwise(self) -> tuple[Tensor, Tensor]:
+        """`statistics` in the shape of latents [n, C, F', H', W']."""
+        mean, std = (
+            value.to(self.pipe.vae.device, torch.float32).view(1, -1, 1, 1, 1)
+            for value in self.statistics(self.pipe.vae)
+        )
+        return mean, std
+
+
+def allowed_frames(num_frames: int, unit: int, path: str) -> int:
+    """The number itself. ValueError with the nearest ones where it is not 1 + a multiple."""
+    if num_frames < 1 or (num_frames - 1) % unit:
+        below = max(1, num_frames - (num_frames - 1) % unit)
+        raise ValueError(
+            f"video.num_frames is {num_frames}; the VAE of {path} takes 1 and multiples of {unit} "
+            f"more: the nearest are {below} and {below + unit}"
+        )
+    return num_frames
+
+
+def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
+    """The plan with what decoding and the encoders of prompts take, and what would take less."""
+    memory, width = policy.memory, DTYPES[policy.precision].itemsize
+    transformer = config_of(policy.pipeline_class, policy.path, policy.part)
+    tokens = policy.num_tokens(plan.latent_shape, transformer)
+    recomputed = width * activations(transformer, tokens, recomputed=True)
+    encoders = width * encoder_parameters(policy.pipeline_class, policy.path)
+    decoding = decode_bytes(policy, memory, plan.latent_shape)
+    savings = []
+    for knob, other in _lighter(memory).items() if decoding > _LARGE else ():
+        lower = decode_bytes(policy, other, plan.latent_shape)
+        savings.append(Saving("decoding", f"policy.memory.{knob}", decoding - lower))
+    if not memory.gradient_checkpointing:
+        setting, saved = "gradient_checkpointing: true", plan.activation_bytes - recomputed
+        savings.append(Saving("activations", f"policy.memory.{setting}", saved))
+    if not memory.offload_text:
+        savings.append(Saving("text encoders", "policy.memory.offload_text: true", encoders))
+    return replace(
+        plan,
+        decode_bytes=decoding,
+        decodes_together=not memory.slice,
+        text_bytes=0 if memory.offload_text else encoders,
+        savings=tuple(savings),
+    )
+
+
+def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, ...]) -> int:
+    """Bytes at the peak of decoding one sample with these knobs; weights are not counted.
+
+    Found by decoding tensors without values. Of tiles, one is decoded, and the video counts twice.
+    """
+    probe = copy(policy)
+    probe.memory, probe.pipe = memory, hollow(policy.pipeline_class, policy.path)
+    channels, frames, height, width = latent_shape
+    video = 4 * 3 * policy.video.num_frames * policy.height * policy.width
+    if memory.tile:
+        vae, video = probe.pipe.vae, 2 * video
+        height = min(height, vae.tile_sample_min_height * height // policy.height)
+        width = min(width, vae.tile_sample_min_width * width // policy.width)
+    z = torch.empty(1, channels, frames, height, width, device="meta")
+    return video + peak_bytes(lambda: [None for _ in probe.pieces(z)])
+
+
+def _lighter(memory: Memory) -> dict[str, Memory]:
+    """Settings under which decoding may take less, by what a run file would say."""
+    if memory.tile:
+        return {}
+    found = {}
+    if memory.decode_frames is None:
+        found["tile: true"] = replace(memory, tile=True)
+    if memory.decode_frames != 1:
+        found["decode_frames: 1"] = replace(memory, decode_frames=1)
+    return found

@@ -1,0 +1,162 @@
+"""Wan 2.1 text-to-video, and Wan 2.2 with one network (5B), as a flowalign policy."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+from torch import Tensor
+
+from flowalign.types import Cond
+from pipelines.base import Precision
+from pipelines.folder import scheduler_of, setting_of
+from pipelines.video import Memory, Video, VideoPolicy
+from pipelines.weights import Lora
+
+LORA = Lora(
+    target_modules=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj"),
+)
+"""On self- and cross-attention; the last two are those of the picture in image-to-video.
+
+Source: Flow-GRPO's Wan 2.1 script, rank 32, alpha 64. A run file that gives some fields of `lora`
+gets the others from `Lora`, whose `target_modules` are those of another transformer.
+"""
+VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
+"""What Wan 2.1 was released for."""
+
+
+class Wan(VideoPolicy):
+    """Text-to-video policy around a `WanPipeline` folder or hub identifier with one network.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The network
+    is told the time as the pipeline's scheduler tells it: floor(1000 sigma) with UniPC, whose times
+    are integers, 1000 sigma with an Euler scheduler. The schedule is the scheduler's own, shifted
+    as its file says; UniPC starts just below 1. Steps along it are those of our kernels, not
+    UniPC's, which look back at earlier steps.
+
+    `memory.decode_frames` latent frames go through the decoder together, after the first, which
+    goes alone; states of its convolutions are handed on, so that the frames are those of the whole.
+    Without it the decoder takes one at a time, too, but joins its frames anew after each: the peak
+    then is more than twice the video.
+    """
+
+    pipeline_class: Any = WanPipeline
+    transformer_class = WanTransformer3DModel
+    num_networks = 1
+
+    def __init__(
+        self,
+        path: str,
+        video: Video = VIDEO,
+        guidance: float = 5.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: int = 512,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, lora, precision, memory)
+        if memory.tile and memory.decode_frames is not None:
+            raise ValueError(
+                "memory.tile with memory.decode_frames: Wan decodes a tile with all its frames; "
+                "give one of the two"
+            )
+        self.guidance, self.max_sequence_length = guidance, max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        found = 1 if setting_of(self.pipeline_class, self.path, "boundary_ratio") is None else 2
+        if found != self.num_networks:
+            raise ValueError(
+                f"{self.path} has {found} network(s), {type(self).__name__} wants "
+                f"{self.num_networks}: pipelines.wan.Wan is for one, pipelines.wan22.Wan22 for two"
+            )
+        channels = vae["z_dim"] + self.condition_channels(vae)
+        if transformer["in_channels"] != channels:
+            raise ValueError(
+                f"the network of {self.path} takes {transformer['in_channels']} channels, "
+                f"{type(self).__name__} gives it {channels}:\n"
+                "text-to-video is pipelines.wan.Wan, image-to-video pipelines.wan_i2v.WanI2V"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    def condition_channels(self, vae: Mapping[str, Any]) -> int:  # noqa: ARG002 (as above)
+        """Channels that the network gets beside those of the latents."""
+        return 0
+
+    def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
+        return vae["z_dim"], vae["scale_factor_temporal"], vae["scale_factor_spatial"]
+
+    def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
+        frames, rows, columns = transformer["patch_size"]
+        return frames, rows, columns
+
+    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
+        return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        scheduler.set_timesteps(num_steps)
+        if scheduler.sigmas[0] > 1:
+            raise ValueError(
+                f"the scheduler of {self.path} ({type(scheduler).__name__}) has sigmas up to "
+                f"{float(scheduler.sigmas[0]):.3g}, not those of a flow;\n"
+                "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
+            )
+        return scheduler.sigmas.clone()
+
+    def load(self, device: torch.device) -> None:
+        super().load(device)
+        probe = scheduler_of(self.pipe.scheduler.config)
+        probe.set_timesteps(2)
+        self.whole_times = not probe.timesteps.is_floating_point()
+        self.time_per_token = bool(setting_of(self.pipeline_class, self.path, "expand_timesteps"))
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[str]) -> Cond:
+        guided = self.guidance > 1
+        with self.text_encoders():
+            text, text_neg = self.pipe.encode_prompt(
+                list(prompts), do_classifier_free_guidance=guided, device=self.denoiser.device,
+                max_sequence_length=self.max_sequence_length,
+            )  # fmt: skip
+        return {"text": text, "text_neg": text_neg} if guided else {"text": text}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        time = self.times(x, sigma)
+        v = self.answer(x, time, cond, "text")
+        if self.guidance <= 1:
+            return v
+        v_neg = self.answer(x, time, cond, "text_neg")
+        return v_neg + self.guidance_at(time) * (v - v_neg)
+
+    def answer(self, x: Tensor, time: Tensor, cond: Cond, text: str) -> Tensor:
+        """What the network says of x with one of the prompts in `cond`."""
+        return self.call_denoiser(x, timestep=time, encoder_hidden_states=cond[text])
+
+    def guidance_at(self, time: Tensor) -> float | Tensor:  # noqa: ARG002 (Wan 2.2 uses it)
+        """How much guidance each row gets."""
+        return self.guidance
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """What the network is told: [n], or [n, tokens] where every token has its own time."""
+        time = 1000 * sigma.expand(len(x))
+        time = time.long() if self.whole_times else time
+        if not self.time_per_token:
+            return time
+        tokens = self.num_tokens(tuple(x.shape[1:]), self.pipe.components[self.part].config)
+        return time.to(x.dtype)[:, None].expand(-1, tokens)
+
+    def pieces(self, z: Tensor) -> Iterator[Tensor]:
+        vae, together = self.pipe.vae, self.memory.decode_frames
+        if together is None:
+            yield vae.decode(z, return_dict=False)[0]
+            return
+        z = vae.post_quant_conv(z)
+        states = [None] * sum(isinstance(m, WanCausalConv3d) for m in vae.decoder.modules())
+        chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]
+        for k, chunk in enumerate(chunks):
+            if chunk.shape[2]:
+                frames = vae.decoder(chunk, feat_cache=states, feat_idx=[0], first_chunk=k == 0)
+                yield unpatchify(frames, vae.config.patch_size or 1).clamp(-1, 1)

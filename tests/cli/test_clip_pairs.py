@@ -1,0 +1,373 @@
+"""`flowalign clip-pairs` and training on what it makes, by the command line."""
+
+import filecmp
+import json
+from math import log
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from flowalign import cli
+from flowalign.clip_pairs import job
+from flowalign.clip_pairs.dense_dpo import DensePairs
+from flowalign.clip_pairs.run import load
+from flowalign.media_files import decode
+from flowalign.records import Media
+from flowalign.video_files import write_clip
+from tests.video_pixel import VideoPixel, clip, clips
+
+PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
+METHOD = "flowalign.clip_pairs."
+DENSE = {"class_path": METHOD + "dense_dpo.DensePairs", "init_args": {"seconds": 0.5}}
+LOCAL = {"class_path": METHOD + "local_dpo.LocalPairs"}
+REWARD = {
+    "rewards": [{"class_path": "tests.video_pixel.Warmth"}],
+    "reward_weights": {"warm": 1.0, "green": 0.5},
+}
+
+
+def exit_code(*argv: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in argv])
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes a run file for five clips; their folder is made once."""
+    clips(tmp_path / "data", PROMPTS)
+
+    def write(method: dict, **changes) -> Path:
+        content = {
+            "policy": {"class_path": "tests.video_pixel.VideoPixel"}, "method": method,
+            "clips": str(tmp_path / "data"), "num_steps": 8, "batch_size": 2, "device": "cpu",
+            "output_dir": str(tmp_path / "out"),
+        }  # fmt: skip
+        content |= REWARD if method is DENSE else {}
+        file = tmp_path / "make.yaml"
+        file.write_text(yaml.safe_dump(content | changes))
+        return file
+
+    return write
+
+
+def rows(folder: Path, *names: str) -> list[dict]:
+    lists = [folder / name for name in names or (job.TRAIN, job.HELD_OUT)]
+    return [json.loads(x) for file in lists if file.exists() for x in file.read_text().splitlines()]
+
+
+def files(folder: Path) -> list[str]:
+    """All but parts, whose seconds differ."""
+    found = [str(p.relative_to(folder)) for p in sorted(folder.rglob("*")) if p.is_file()]
+    return [name for name in found if not name.startswith(("parts", "summary"))]
+
+
+# A folder of pairs --------------------------------------------------------------------------------
+
+
+def test_dense_pairs_are_latents_clips_and_labelled_segments(written, tmp_path, capsys):
+    assert exit_code("clip-pairs", written(DENSE)) == 0
+    found = {row["id"]: row for row in rows(tmp_path / "out")}
+    assert sorted(found) == [f"00000{k}" for k in range(5)]
+    row = found["000002"]
+    assert (row["prompt"], row["source"]) == ("ccc", str(tmp_path / "data" / "02.mp4"))
+    assert [(s["start"], s["stop"]) for s in row["segments"]] == [(k, k + 1) for k in range(4)]
+    for side in "ab":
+        latent = load_file(tmp_path / "out" / row[side])["latent"]
+        seen = decode(Media(str(tmp_path / "out" / row[f"{side}_video"])))
+        assert seen.fps == row["fps"] == 4.0
+        assert (VideoPixel().decode(latent[None])[0] - seen.frames).abs().max() < 0.1
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["pairs"], summary["train"] + summary["held_out"]) == (5, 5)
+    # Two copies of five clips; four segments each are scored.
+    assert (summary["costs"]["decodes"], summary["costs"]["reward_calls"]) == (10, 40)
+    steps = [2 * round(8 * row["level"]) for row in found.values()]
+    assert summary["costs"]["sampling_evaluations"] == sum(steps)
+    printed = capsys.readouterr().out
+    assert "5 pairs" in printed
+    assert f"{sum(steps)}" in printed
+
+
+def test_local_pairs_are_a_clip_its_copy_and_the_mask_between_them(written, tmp_path):
+    assert exit_code("clip-pairs", written(LOCAL)) == 0
+    for row in rows(tmp_path / "out"):
+        winner, loser = (
+            load_file(tmp_path / "out" / row[side])["latent"] for side in ("positive", "negative")
+        )
+        (mask,) = load_file(tmp_path / "out" / row["mask"]).values()
+        assert torch.equal((winner != loser).any(0), mask.bool())
+        assert row["strength"] in (0.75, 0.8, 0.85)
+
+
+def test_the_same_command_after_a_kill_makes_the_same_files(written, tmp_path, monkeypatch):
+    config, whole, broken = written(DENSE), tmp_path / "whole", tmp_path / "broken"
+    assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0
+    make, made = DensePairs.make, []
+
+    def once(self, workshop, some):
+        if made:
+            raise KeyboardInterrupt
+        made.append(some)
+        return make(self, workshop, some)
+
+    monkeypatch.setattr(DensePairs, "make", once)
+    assert exit_code("clip-pairs", config, f"output_dir={broken}") == 130
+    assert not (broken / job.TRAIN).exists()
+    monkeypatch.setattr(DensePairs, "make", make)
+    assert exit_code("clip-pairs", config, f"output_dir={broken}") == 0
+    names = files(whole)
+    assert files(broken) == names
+    assert filecmp.cmpfiles(whole, broken, names, shallow=False) == (names, [], [])
+    costs = [json.loads((f / "summary.json").read_text())["costs"] for f in (whole, broken)]
+    assert costs[0] | {"seconds": 0} == costs[1] | {"seconds": 0}
+
+
+def test_a_folder_that_is_done_reads_no_weights_and_one_of_other_settings_is_refused(
+    written, tmp_path, monkeypatch, capsys
+):
+    config = written(DENSE)
+    assert exit_code("clip-pairs", config) == 0
+    before = (tmp_path / "out" / job.TRAIN).read_bytes()
+    monkeypatch.setattr(VideoPixel, "load", lambda *_: pytest.fail("weights are read"))
+    assert exit_code("clip-pairs", config) == 0
+    assert (tmp_path / "out" / job.TRAIN).read_bytes() == before
+    assert exit_code("clip-pairs", config, "seed=1") == 2
+    assert "seed was '0', now '1'" in capsys.readouterr().err
+
+
+def test_shards_make_what_one_process_makes_and_the_last_one_writes_the_lists(written, tmp_path):
+    config, whole, parts = written(LOCAL), tmp_path / "whole", tmp_path / "parts"
+    assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0
+    assert exit_code("clip-pairs", config, "--shard", "1/2", f"output_dir={parts}") == 0
+    assert rows(parts) == []
+    assert exit_code("clip-pairs", config, "--shard", "0/2", f"output_dir={parts}") == 0
+    names = files(whole)
+    assert filecmp.cmpfiles(whole, parts, names, shallow=False) == (names, [], [])
+
+
+def test_held_out_pairs_are_of_other_prompts(written, tmp_path):
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
+    train, held = (rows(tmp_path / "out", name) for name in (job.TRAIN, job.HELD_OUT))
+    assert train
+    assert held
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held}
+
+
+# What cannot be used ------------------------------------------------------------------------------
+
+
+def test_bad_clips_are_named_counted_and_do_not_stop_the_others(written, tmp_path, capsys):
+    data = tmp_path / "data"
+    write_clip(data / "short.mp4", clip(1, 4), 4.0)
+    (data / "short.txt").write_text("short")
+    (data / "broken.mp4").write_bytes((data / "00.mp4").read_bytes()[:300])
+    (data / "broken.txt").write_text("broken")
+    write_clip(data / "mute.mp4", clip(1), 4.0)
+    assert exit_code("clip-pairs", written(DENSE, max_dropped_fraction=0.4)) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["pairs"], summary["faults"]) == (5, 3)
+    told = json.dumps(summary["dropped"])
+    for why in ("broken.mp4", "4 frames", "no prompt"):
+        assert why in told
+    capsys.readouterr()
+    assert exit_code("clip-pairs", written(DENSE, output_dir=str(tmp_path / "strict"))) == 1
+    assert "3 of 8 clips cannot be used; max_dropped_fraction is 0.05" in capsys.readouterr().err
+    assert len(rows(tmp_path / "strict")) == 5
+
+
+def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path, capsys):
+    method = {**DENSE, "init_args": {"seconds": 0.5, "margin": 0.02, "min_decided": 0.75}}
+    assert exit_code("clip-pairs", written(method, **REWARD, max_dropped_fraction=0.0)) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    (kind,) = summary["dropped"]
+    assert kind == "too few segments with a preference"
+    assert 0 < summary["pairs"] == 5 - summary["dropped"][kind]["count"] < 5
+    assert summary["faults"] == 0
+    assert "too few segments with a preference" in capsys.readouterr().out
+
+
+def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
+    failing = {"class_path": "tests.video_pixel.Warmth", "init_args": {"fail_on": "ccc"}}
+    config = written(DENSE, rewards=[failing], max_dropped_fraction=0.2)
+    assert exit_code("clip-pairs", config) == 0
+    (known,) = json.loads((tmp_path / "out" / "summary.json").read_text())["dropped"].values()
+    assert known["count"] == 1
+    assert "segment 0 of a: told to" in known["first"][0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"policy": {"class_path": "tests.pixel.PixelPolicy"}}, "PixelPolicy makes pictures"),
+        ({"rewards": [], "reward_weights": {}}, "rewards is empty"),
+        ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),
+        ({"num_frames": 0}, "num_frames is 0"),
+        ({"held_out": 1.0}, "held_out 1.0"),
+        ({"clips": "no/such"}, "'no/such' does not exist"),
+        ({"clisp": "x"}, "clisp"),
+    ],
+)
+def test_what_the_user_can_correct_is_said_before_weights_are_read(
+    written, capsys, monkeypatch, changes, message
+):
+    monkeypatch.setattr(VideoPixel, "load", lambda *_: pytest.fail("weights are read"))
+    assert exit_code("clip-pairs", written(DENSE, **changes)) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) <= 5
+
+
+@pytest.mark.parametrize("shard", ["2/2", "1", "a/b"])
+def test_a_shard_that_is_none_is_refused(written, capsys, shard):
+    assert exit_code("clip-pairs", written(LOCAL), "--shard", shard) == 2
+    assert f"--shard '{shard}' is not i/n" in capsys.readouterr().err
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def trained(tmp_path: Path, loss: str, path: Path, **data) -> tuple[dict, list[dict]]:
+    """Summary and losses of two steps of a recipe on stored pairs."""
+    content = {
+        "policy": {"class_path": "tests.video_pixel.VideoPixel"},
+        "data": {"class_path": "flowalign.preference.stored.Stored",
+                 "init_args": {"path": str(path), "batch_size": 2, **data}},
+        "recipe": {"loss": {"class_path": f"flowalign.algorithms.{loss}"}},
+        "num_steps": 2, "ema": None, "device": "cpu", "output_dir": str(tmp_path / loss),
+    }  # fmt: skip
+    file = tmp_path / "train.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert exit_code("train", file) == 0
+    metrics = (tmp_path / loss / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in metrics]
+    return json.loads((tmp_path / loss / "summary.json").read_text()), [
+        row for row in found if "policy_loss" in row
+    ]
+
+
+def test_dense_dpo_trains_on_its_pairs_from_the_latents_and_starts_where_it_must(written, tmp_path):
+    assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
+    for file in (tmp_path / "out" / "clips").iterdir():
+        file.unlink()  # for eyes, and for rewards that come later
+    summary, metrics = trained(tmp_path, "dense_dpo.DenseDPO", tmp_path / "out" / job.TRAIN)
+    assert summary["status"] == "finished"
+    assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
+    assert metrics[1]["policy_loss"] != metrics[0]["policy_loss"]
+    assert metrics[0]["undecided"] == 0
+
+
+def test_plain_dpo_trains_on_the_same_pairs_by_the_scores_of_whole_copies(written, tmp_path):
+    assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
+    path = tmp_path / "out" / job.TRAIN
+    summary, metrics = trained(tmp_path, "dpo.DPO", path, dimensions=["overall"])
+    assert summary["status"] == "finished"
+    assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
+
+
+def test_local_dpo_trains_on_its_pairs_with_errors_of_the_mask_emphasised(written, tmp_path):
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
+    loss = "local_dpo.LocalDPO"
+    summary, metrics = trained(tmp_path, loss, tmp_path / "out" / job.TRAIN)
+    assert summary["status"] == "finished"
+    # Twice log 2, and the winner's errors.
+    assert metrics[0]["policy_loss"] > 2 * log(2)
+    assert metrics[1]["masked_margin"] != metrics[0]["masked_margin"] == 0
+
+
+def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_path, capsys):
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
+    for file in (tmp_path / "out" / "latents").iterdir():
+        save_file(load_file(file), file, {"encoder": "of yesterday"})
+    with pytest.raises(AssertionError):
+        trained(tmp_path, "dpo.DPO", tmp_path / "out" / job.TRAIN)
+    assert "is of of yesterday, the policy has video-pixel" in capsys.readouterr().err
+
+
+def colours(folder: Path) -> Path:
+    """Clips of one prompt, of which some dominate: warm and green of 0..4 are
+    (.5, .2), (.3, .4), (.6, .3), (.1, .1), (.3, .4) plus a little."""
+    folder.mkdir()
+    table = [(0.5, 0.2), (0.3, 0.4), (0.6, 0.3), (0.1, 0.1), (0.31, 0.46)]
+    lines = []
+    for k, (warm, green) in enumerate(table):
+        colour = torch.tensor([0.2 + warm, green, 0.2]).view(1, 3, 1, 1)
+        write_clip(folder / f"{k}.mp4", colour.expand(7, 3, 4, 6), 4.0)
+        lines.append(json.dumps({"id": str(k), "prompt": "all alike", "video": f"{k}.mp4"}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def scored(tmp_path: Path, rule: str) -> list[dict]:
+    """Pairs of clips by their scores, which are of two dimensions."""
+    reward, out = tmp_path / "reward.yaml", tmp_path / "scores"
+    reward.write_text(yaml.safe_dump({"rewards": REWARD["rewards"]}))
+    data = colours(tmp_path / "colours")
+    assert exit_code("score", data, "--rewards", reward, "--out", out, "--format", "jsonl") == 0
+    pairs = tmp_path / "pairs"
+    argv = ["--rule", rule, "--weights", "warm=1", "green=1", "--held_out", 0, "--out", pairs]
+    assert exit_code("pairs", out, *argv) == 0
+    return rows(pairs, "train.jsonl")
+
+
+def pairs_of(found: list[dict]) -> set[tuple[str, str]]:
+    return {(Path(row["chosen"]).stem, Path(row["rejected"]).stem) for row in found}
+
+
+def test_mpo_pairs_of_clips_are_those_that_dominate_in_every_dimension(tmp_path):
+    found = pairs_of(scored(tmp_path, "dominance"))
+    # 0 and 1, 0 and 4, 1 and 2, 2 and 4: each is better in one of the two.
+    assert found == {("2", "0"), ("0", "3"), ("1", "3"), ("2", "3"), ("4", "3"), ("4", "1")}
+    summary, metrics = trained(tmp_path, "dpo.DPO", tmp_path / "pairs" / "train.jsonl")
+    assert summary["status"] == "finished"
+    assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
+
+
+def test_gapo_weighs_pairs_of_clips_by_their_gap(tmp_path):
+    found = scored(tmp_path, "gap")
+    assert len(found) == 10
+    weighting = {"scores": {"total": 1.0}, "alpha": 2.0}
+    path = tmp_path / "pairs" / "train.jsonl"
+    summary, metrics = trained(tmp_path, "dpo.DPO", path, weighting=weighting, batch_size=10)
+    assert summary["status"] == "finished"
+    totals = {k: v for row in found for k, v in (
+        (row["chosen"], row["scores_chosen"]["total"]),
+        (row["rejected"], row["scores_rejected"]["total"]))}  # fmt: skip
+    low, high = min(totals.values()), max(totals.values())
+    worth = {k: 2 ** ((v - low) / (high - low)) for k, v in totals.items()}
+    mean = sum(worth[row["chosen"]] - worth[row["rejected"]] for row in found) / 10
+    assert metrics[0]["policy_loss"] == pytest.approx(mean * log(2), abs=1e-4)
+
+
+def test_the_verb_is_in_the_help(capsys):
+    assert exit_code("--help") == 0
+    assert "clip-pairs" in capsys.readouterr().out
+
+
+# Run files ----------------------------------------------------------------------------------------
+
+MADE = sorted(Path("configs/clip_pairs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", MADE, ids=[file.stem for file in MADE])
+def test_every_run_file_of_the_package_can_be_used_and_a_training_reads_what_it_writes(file):
+    cfg, text = load(str(file))
+    assert yaml.safe_load(text)["output_dir"] == f"runs/clip_pairs/{file.stem}" == cfg.output_dir
+    training = yaml.safe_load((file.parents[1] / "preference" / file.name).read_text())
+    data = training["data"]["init_args"]
+    assert data["path"] == f"{cfg.output_dir}/{job.TRAIN}"
+    assert data["held_out"] == f"{cfg.output_dir}/{job.HELD_OUT}"
+    # A latent says which encoder made it: sizes and frames must be those of the training.
+    mine = yaml.safe_load(text)["policy"]["init_args"]["video"]
+    assert training["policy"]["init_args"]["video"] == mine
+
+
+def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path, capsys):
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
+    cache = str(tmp_path / "cache")
+    trained(tmp_path, "dpo.DPO", tmp_path / "out" / job.TRAIN, cache=cache)
+    told = capsys.readouterr().out
+    assert "0 latents: 0 encoded now, 0 known" in told
+    assert "latents that the dataset holds: 10" in told

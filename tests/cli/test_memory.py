@@ -1,0 +1,189 @@
+"""What `flowalign check` says of memory: every part by hand, and what would lower it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowalign import clips, memory
+from flowalign.branching import Tree
+from flowalign.credit.branch import Branch
+from flowalign.credit.gain import Gain
+from flowalign.memory import Part
+from flowalign.plan import plan
+from flowalign.rollout import Storage
+from flowalign.types import ModelPlan, Saving
+from flowalign.windows import Fixed
+from tests.run_files import CONFIGS, loaded
+from tests.training import new_recipe
+
+LATENT = 10_000_000
+"""Elements of a latent: a video of 16 x 25 x 125 x 200."""
+SAVINGS = (
+    Saving("activations", "policy.memory.gradient_checkpointing: true", 4_000_000_000),
+    Saving("decoding", "policy.memory.decode_frames: 1", 700_000_000),
+    Saving("text encoders", "policy.memory.offload_text: true", 5_000_000_000),
+)
+MODEL = ModelPlan(
+    latent_shape=(16, 25, 125, 200),
+    parameters=2_000_000_000,
+    trainable=30_000_000,
+    bytes_per_parameter=2,
+    activation_bytes=5_000_000_000,
+    sigmas=lambda n: torch.linspace(1, 0, n + 1),
+    decode_bytes=900_000_000,
+    text_bytes=5_000_000_000,
+    savings=SAVINGS,
+)
+
+
+def shapes(**sampling):
+    """Two prompts of four samples, six steps of which two are trained."""
+    run, _ = loaded(CONFIGS / "shapes.yaml")
+    cfg = {"num_steps": 6, "window": Fixed(2, 4), "micro_batch": 3} | sampling
+    return replace(run, recipe=new_recipe(cfg, prompts_per_step=2, micro_batch=2), ema=None)
+
+
+def by_name(parts):
+    return {part.name: part for part in parts}
+
+
+def test_states_are_counted_as_a_rollout_keeps_them():
+    """4 of 7 states of 8 samples at 40 MB, in float32."""
+    states = by_name(memory.rollout(shapes(), MODEL, 1, (2, 3)))["states"]
+    assert (states.num_bytes, states.stage) == (4 * 8 * 40_000_000, "always")
+    assert states.savings == {
+        "recipe.sampling.states.device: cpu": 1_280_000_000,
+        "recipe.sampling.states.dtype: bfloat16": 640_000_000,
+    }
+
+
+def test_a_process_keeps_the_states_of_its_own_prompts():
+    states = by_name(memory.rollout(shapes(), MODEL, 2, (2, 3)))["states"]
+    assert states.num_bytes == 4 * 4 * 40_000_000
+
+
+def test_states_kept_in_main_memory_and_halves_are_counted_as_such():
+    run = shapes(states=Storage(device="cpu", dtype="bfloat16"))
+    parts = memory.rollout(run, MODEL, 1, (2, 3))
+    states = by_name(parts)["states"]
+    assert (states.num_bytes, states.stage, states.savings) == (640_000_000, "main", {})
+    table = memory.rows(parts, None)
+    assert "states" not in table["memory, about"]
+    assert table["main memory, about"] == "640 MB per process for states"
+    half = by_name(memory.rollout(shapes(states=Storage(dtype="bfloat16")), MODEL, 1, (2, 3)))
+    assert half["states"].savings == {"recipe.sampling.states.device: cpu": 640_000_000}
+
+
+def test_states_that_samples_share_are_counted_once():
+    """A tree of 4 leaves, 1, 2, 4 and 4 states at the kept points, twice."""
+    run = shapes(branching=Tree(splits=[2, 3]))
+    run = replace(run, recipe=replace(run.recipe, credit=Branch()))
+    states = by_name(memory.rollout(run, MODEL, 1, (2, 3)))["states"]
+    assert states.num_bytes == 2 * (1 + 2 + 4 + 4) * 40_000_000
+
+
+def test_what_is_completed_on_the_way_is_counted_in_float32():
+    """Gain values states 2, 3 and the outcome; the first two are finished on the way."""
+    run = shapes(states=Storage(dtype="bfloat16"))
+    run = replace(run, recipe=replace(run.recipe, credit=Gain()))
+    completed = by_name(memory.rollout(run, MODEL, 1, (2, 3)))["completions"]
+    assert (completed.num_bytes, completed.stage) == (2 * 8 * 40_000_000, "sampling")
+
+
+def test_decoding_takes_what_a_micro_batch_of_the_rollout_takes():
+    decoding = by_name(memory.rollout(shapes(), MODEL, 1, (2, 3)))["decoding"]
+    assert (decoding.num_bytes, decoding.stage) == (3 * 900_000_000, "sampling")
+    assert decoding.savings == {
+        "policy.memory.decode_frames: 1": 3 * 700_000_000,
+        "recipe.sampling.micro_batch: 1": 2 * 900_000_000,
+    }
+
+
+def test_where_samples_are_decoded_one_after_another_one_is_counted():
+    one = replace(MODEL, decodes_together=False)
+    decoding = by_name(memory.rollout(shapes(), one, 1, (2, 3)))["decoding"]
+    assert decoding.num_bytes == 900_000_000
+    assert decoding.savings == {"policy.memory.decode_frames: 1": 700_000_000,
+                                "recipe.sampling.micro_batch: 1": 0}  # fmt: skip
+
+
+def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
+    """2 transitions, each evaluated with and without its prompt."""
+    run = shapes()
+    monkeypatch.setattr(run.policy, "evaluations_per_velocity", 2)
+    part = memory.update(run, MODEL)
+    assert (part.num_bytes, part.stage) == (4 * 5_000_000_000, "updating")
+    assert part.savings == {
+        "policy.memory.gradient_checkpointing: true": 4 * 4_000_000_000,
+        "recipe.micro_batch: 1": 2 * 5_000_000_000,
+    }
+
+
+def test_the_network_is_counted_with_its_optimizer_and_its_text_encoders():
+    """Adapters: gradient, two moments and the weights themselves in float32."""
+    parts = by_name(memory.network(shapes(), MODEL))
+    assert parts["weights"].num_bytes == 4_000_000_000
+    assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000
+    assert parts["copies"].num_bytes == 0
+    assert parts["text encoders"].num_bytes == 5_000_000_000
+    assert parts["text encoders"].savings == {"policy.memory.offload_text: true": 5_000_000_000}
+
+
+TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completions", 3, "sampling"),
+         Part("activations", 19, "updating"), Part("states", 1000, "main")]  # fmt: skip
+
+
+def test_sampling_and_updating_take_turns_on_the_device():
+    assert memory.peak(TURNS) == 70 + 23
+    assert memory.peak([*TURNS, Part("reference", 9, "updating")]) == 70 + 28
+
+
+@pytest.mark.parametrize(
+    ("available", "verdict"),
+    [(93, "93 B, enough"), (92, "92 B, too little by 1 B"), (60, "60 B, too little by 33 B")],
+)
+def test_an_estimate_is_held_against_the_memory_of_the_device(available, verdict):
+    assert memory.rows(TURNS, available)["memory of the device"] == verdict
+
+
+def test_a_cpu_has_no_memory_of_its_own():
+    assert memory.available("cpu") is None
+    assert "memory of the device" not in memory.rows(TURNS, None)
+
+
+def test_a_large_part_is_listed_with_what_would_lower_it_and_a_small_one_is_not():
+    """Large is a gigabyte, and a tenth of the whole."""
+    parts = [
+        Part("weights", 9_000_000_000, savings={"a: 1": 5}),
+        Part("states", 1_000_000_000, savings={"b: 1": 250_000_000, "c: 1": 0}),
+        Part("small", 999_999_999, savings={"d: 1": 5}),
+        Part("fixed", 3_000_000_000, "sampling"),
+    ]
+    table = memory.rows(parts[:2], None)
+    assert table["to lower weights"] == "a: 1 saves 5 B"
+    assert table["to lower states"] == "b: 1 saves 250 MB"
+    assert set(memory.rows(parts, None)) == {"memory, about", "to lower weights"}
+
+
+def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
+    """2 micro-batches of 5 GB outweigh 3 of 0.9 GB; with weights 4, text 5, optimizer .48, states
+    1.28."""
+    run = shapes()
+    monkeypatch.setattr(type(run.policy), "plan", lambda _: MODEL)
+    rows = plan(run)
+    assert rows["memory, about"] == (
+        "20.8 GB per process: weights 4 GB, optimizer 480 MB, text encoders 5 GB, states 1.28 GB, "
+        "decoding 2.7 GB while sampling, activations 10 GB while updating"
+    )
+    assert rows["to lower activations"] == (
+        "policy.memory.gradient_checkpointing: true saves 8 GB; recipe.micro_batch: 1 saves 5 GB"
+    )
+    assert rows["to lower text encoders"] == "policy.memory.offload_text: true saves 5 GB"
+    assert rows["to lower decoding"].startswith("policy.memory.decode_frames: 1 saves 2.1 GB")
+    assert "to lower states" not in rows, "less than a tenth"
+
+
+def test_a_clip_for_pictures_is_refused_before_weights_are_read():
+    with pytest.raises(ValueError, match=r"sampling\.clip is about the frames of a video"):
+        plan(shapes(clip=clips.Fixed(0, 1)))

@@ -1,0 +1,112 @@
+"""Memory that is found without weights: what is counted, and that it follows the knobs."""
+
+import pytest
+import torch
+from diffusers import LTXPipeline, WanPipeline
+from torch import nn
+from torch.nn import functional as F
+
+from pipelines.estimates import encoder_parameters, hollow, peak_bytes
+from pipelines.ltx import LTX
+from pipelines.video import Memory, Video, decode_bytes
+from pipelines.wan import Wan
+
+WAN, LTX_FOLDER = "assets/golden/I_wan_pipeline", "assets/golden/I_ltx_pipeline"
+LTX_VIDEO = Video(height=64, width=96, num_frames=17, fps=8.0)
+
+
+def ltx(**memory) -> LTX:
+    return LTX(LTX_FOLDER, video=LTX_VIDEO, precision="fp32", memory=Memory(**memory))
+
+
+def made(count: int) -> torch.Tensor:
+    return torch.empty(count, device="meta")
+
+
+def test_the_peak_is_of_what_is_alive_at_once():
+    """100 + 30 numbers; then 30 + 50 after the hundred are gone, and views of them are none."""
+
+    def work():
+        first = made(100)
+        second = made(30).view(5, 6).T
+        del first
+        return second, made(50)
+
+    assert peak_bytes(work) == 4 * 130
+    assert peak_bytes(lambda: (made(30), made(50), made(60))) == 4 * 140
+
+
+def test_the_peak_of_a_network_by_hand():
+    """A convolution from 2 to 3 channels and its activation: 3 x 5 x 7 numbers, twice."""
+    with torch.device("meta"):
+        layer, x = nn.Conv2d(2, 3, 3, padding=1), torch.empty(1, 2, 5, 7)
+    assert peak_bytes(lambda: F.silu(layer(x))) == 4 * 2 * 105
+
+
+def test_a_hollow_pipeline_decodes_what_has_no_values():
+    vae = hollow(WanPipeline, WAN).vae
+    assert {p.device.type for p in vae.parameters()} == {"meta"}
+    frames = vae.decode(torch.empty(1, 16, 3, 4, 4, device="meta"), return_dict=False)[0]
+    assert frames.shape == (1, 3, 9, 32, 32)
+
+
+@pytest.mark.parametrize(("cls", "folder"), [(WanPipeline, WAN), (LTXPipeline, LTX_FOLDER)])
+def test_encoders_are_counted_as_the_loaded_ones(cls, folder):
+    loaded = cls.from_pretrained(folder, transformer=None, vae=None).text_encoder
+    assert encoder_parameters(cls, folder) == sum(p.numel() for p in loaded.parameters())
+
+
+def test_decoding_more_frames_at_a_time_takes_more():
+    policy, shape = ltx(), (8, 5, 16, 24)
+    some, more, whole = (
+        decode_bytes(policy, Memory(decode_frames=frames), shape) for frames in (1, 3, None)
+    )
+    assert some < more < whole
+
+
+def test_a_larger_video_takes_more_and_tiles_take_less():
+    policy = Wan(WAN, video=Video(height=480, width=832, num_frames=9, fps=8.0))
+    shape = (16, 3, 60, 104)
+    whole, tiles = (decode_bytes(policy, Memory(tile=tile), shape) for tile in (False, True))
+    assert 0.1 * whole < tiles < 0.5 * whole, "a tile is 32 x 32 of 60 x 104 latents"
+    assert decode_bytes(policy, Memory(), (16, 3, 30, 104)) < 0.6 * whole
+
+
+def test_the_plan_says_what_the_policy_could_be_told():
+    """34 values per token, layer and channel, of which recomputation keeps one layer's."""
+    plan = ltx().plan()
+    settings = {saving.part: saving.setting for saving in plan.savings}
+    assert settings == {
+        "activations": "policy.memory.gradient_checkpointing: true",
+        "text encoders": "policy.memory.offload_text: true",
+    }, "decoding is too small to be worth a word"
+    saved = {saving.part: saving.saved_bytes for saving in plan.savings}
+    recomputed = ltx(gradient_checkpointing=True).plan()
+    assert saved["activations"] == plan.activation_bytes - recomputed.activation_bytes > 0
+    assert saved["text encoders"] == plan.text_bytes > 0
+    assert plan.decodes_together
+    assert plan.decode_bytes > 4 * 3 * 17 * 64 * 96
+
+
+def test_what_a_policy_does_already_is_no_advice():
+    plan = ltx(gradient_checkpointing=True, offload_text=True, slice=True).plan()
+    assert plan.savings == ()
+    assert (plan.text_bytes, plan.decodes_together) == (0, False)
+
+
+def test_large_decoding_is_planned_with_what_takes_less(monkeypatch):
+    taken = {Memory(): 5_000, Memory(tile=True): 900, Memory(decode_frames=1): 3_000,
+             Memory(decode_frames=2): 4_000}  # fmt: skip
+    monkeypatch.setattr("pipelines.video.decode_bytes", lambda _, memory, shape: taken[memory])
+    assert decoding_of(ltx()) == {}
+    monkeypatch.setattr("pipelines.video._LARGE", 800)
+    assert decoding_of(ltx()) == {"tile: true": 4_100, "decode_frames: 1": 2_000}
+    assert decoding_of(ltx(decode_frames=2)) == {"decode_frames: 1": 1_000}
+    assert decoding_of(ltx(decode_frames=1)) == {}
+    assert decoding_of(ltx(tile=True)) == {}
+
+
+def decoding_of(policy: LTX) -> dict[str, int]:
+    """Bytes saved in decoding, by setting."""
+    savings = [saving for saving in policy.plan().savings if saving.part == "decoding"]
+    return {s.setting.removeprefix("policy.memory."): s.saved_bytes for s in savings}
