@@ -49,9 +49,9 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
     hidden, both = joined(pairs[:20]), joined(pairs[20:])
     return {
-        "unseen": sorted(doubles[:24] + hidden[:104]),
-        "seen": sorted(singles[:12] + doubles[24:40] + both[:100]),
-        "train": sorted(singles[12:] + doubles[40:] + both[100:500]),
+        "unseen": sorted(doubles[:24] + hidden[:40]),
+        "seen": sorted(singles[:36] + doubles[24:48] + both[:36]),
+        "train": sorted(singles[36:] + doubles[48:] + both[36:156]),
         "shown": sorted(singles + doubles[24:] + both),
     }
 

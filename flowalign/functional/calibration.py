@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from flowalign.functional.transition import NOISE
+
 
 class Signs(NamedTuple):
     """How many of the samples gained, lost, or did neither, at each step."""
@@ -31,7 +33,7 @@ def initial_levels(sigmas: Float[Tensor, "S"], scale: float) -> Float[Tensor, "S
     Source: Flow-GRPO, arXiv:2505.05470v5, as in `FlowSDE`.
     """
     sigma = sigmas[:-1].double()
-    below = torch.where(sigma == 1, sigmas[1].double(), sigma)
+    below = torch.where(sigma > NOISE, sigmas[1].double(), sigma)
     return scale * (sigma / (1 - below)).sqrt()
 
 

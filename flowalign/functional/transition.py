@@ -21,6 +21,10 @@ from torch import Tensor
 Density = Literal["gaussian", "unit"]
 
 
+NOISE = 0.9999
+"""A sigma above this is that of pure noise."""
+
+
 class Gaussian(NamedTuple):
     """N(mean, std^2 I), one std per sample."""
 
@@ -55,8 +59,8 @@ class FlowSDE(Kernel):
     """Euler-Maruyama step of the SDE with the marginals of the flow ODE.
 
     g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next),
-    c1 = sigma_next - std^2 / (2 sigma). g diverges at sigma = 1; there 1 - sigma becomes
-    1 - sigma_1, so the first std is eta itself.
+    c1 = sigma_next - std^2 / (2 sigma). g diverges at sigma = 1; there, and where a schedule starts
+    a rounding below 1 as UniPC's do, 1 - sigma becomes 1 - sigma_1: the first std is eta itself.
 
     Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), eta is its `a`, 0.7 by default there.
     """
@@ -64,7 +68,7 @@ class FlowSDE(Kernel):
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
-        g = eta * (sigma / (1 - torch.where(sigma == 1, sigmas[1], sigma))).sqrt()
+        g = eta * (sigma / (1 - torch.where(sigma > NOISE, sigmas[1], sigma))).sqrt()
         return _euler_maruyama(sigma, following, g)
 
 

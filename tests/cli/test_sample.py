@@ -346,7 +346,10 @@ class Clips(Tinted):
         return (x[:, None, :, None, None] - time / 2).sigmoid().expand(-1, -1, -1, 2, 4)
 
 
-VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips"]
+EACH_FRAME = """[{class_path: reward_models.per_frame.PerFrame,
+  init_args: {reward: {class_path: tests.pixel.Redness}, over: mean}}]"""
+VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips", "--rewards", EACH_FRAME,
+         "--reward_weights", "{redness_mean: 1.0}"]  # fmt: skip
 
 
 def clip_of(prompt: str, *place: int) -> Tensor:

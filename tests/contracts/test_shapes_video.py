@@ -34,7 +34,7 @@ def test_sampling_by_euler_steps_gives_the_clips_of_the_plain_pipeline():
 
     mine, pipe = policy(), WanPipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
-    sigmas, prompts = mine.schedule(4), PROMPTS[::40]
+    sigmas, prompts = mine.schedule(4), PROMPTS[::32]
     x = mine.noise(len(prompts), torch.Generator().manual_seed(5))
     cond, state = mine.encode(prompts), x
     with torch.no_grad():
@@ -62,14 +62,14 @@ def _fixed(scheduler, sigmas):
 
 
 @pytest.mark.slow
-def test_a_plain_pipeline_call_shows_what_prompts_ask_for_about_half_of_the_time():
+def test_a_plain_pipeline_call_with_guidance_is_right_now_and_then_but_leaves_room():
     pipe = WanPipeline.from_pretrained(FOLDER)
     pipe.set_progress_bar_config(disable=True)
-    prompts = PROMPTS[::3]
+    prompts = PROMPTS[::2]
     frames = pipe(
-        prompts, height=32, width=32, num_frames=9, num_inference_steps=12, guidance_scale=1.0,
+        prompts, height=32, width=32, num_frames=9, num_inference_steps=12, guidance_scale=2.5,
         generator=torch.Generator().manual_seed(0), output_type="pt",
     ).frames  # fmt: skip
     found = MovingShapesVerifier().score(MediaBatch(frames.float(), prompts)).values
     strict = float(found[:, -1].mean())
-    assert 0.25 < strict < 0.85
+    assert 0.1 < strict < 0.6

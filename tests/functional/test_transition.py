@@ -337,6 +337,15 @@ def test_steps_without_noise_have_log_density_zero_and_a_finite_gradient(kernel)
     assert grad[1].all()
 
 
+def test_flow_sde_starts_alike_at_1_and_a_rounding_below_as_unipc_does():
+    eta = torch.tensor([0.7])
+    at, below = ([first, 0.9828, 0.6, 0.0] for first in (1.0, 0.99999899))
+    starts = [FlowSDE().coefficients(torch.tensor(s), 0, eta) for s in (at, below)]
+    torch.testing.assert_close(starts[0].std, starts[1].std, rtol=1e-4, atol=0)
+    torch.testing.assert_close(starts[0].c1, starts[1].c1, rtol=1e-4, atol=0)
+    assert float(starts[1].std) == pytest.approx(0.7, rel=1e-4)
+
+
 @quick
 @given(eta=st.floats(0.05, 1.5), second=st.floats(0.05, 0.99))
 def test_first_std_of_flow_sde_is_eta(eta, second):
