@@ -77,7 +77,8 @@ def at_rate(shown: Iterable[Shown], fps: float, name: str) -> Iterator[Shown]:
             if nearest.second <= used:
                 raise MediaProblem(
                     f"too few frames: {name} has none between {before.second - start:.3f} and "
-                    f"{one.second - start:.3f} s, and {fps:g} a second are wanted"
+                    f"{one.second - start:.3f} s, and {fps:g} a second are wanted: leave it out, "
+                    f"or set policy.video.fps to {1 / (one.second - before.second):g}"
                 )
             yield nearest
             used, count = nearest.second, count + 1

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.film import first_to_last
+from flowalign.paths import aside
 from flowalign.video_files import write_clip
 
 PADDING = 2
@@ -40,12 +41,13 @@ def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h
     """In rows of so many, with `PADDING` black pixels around each."""
     from torchvision.utils import make_grid
 
+    if len(pictures) == 1:  # to which make_grid adds nothing
+        return torch.nn.functional.pad(pictures[0], [PADDING] * 4)
     return make_grid(pictures, nrow=columns, padding=PADDING)
 
 
 def _save(path: Path, picture: Float[Tensor, "3 h w"]) -> None:
     from torchvision.utils import save_image
 
-    partial = path.with_name(f".{path.name}.tmp")
-    save_image(picture, partial, format="png")
-    partial.replace(path)
+    with aside(path) as partial:
+        save_image(picture, partial, format="png")

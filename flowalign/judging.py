@@ -147,7 +147,8 @@ def finished(
     learner: Learner, trajectory: Trajectory, tails: Sequence[Tail], micro_batch: int
 ) -> dict[Tail, Float[Tensor, "n *latent"]]:
     """Clean latents of the given states: those that the rollout finished, and all others now."""
-    done = {tail: trajectory.finished[tail] for tail in tails if tail in trajectory.finished}
+    device, known = trajectory.device, trajectory.finished
+    done = {tail: known[tail].to(device) for tail in tails if tail in known}
     for how in {tail[1] for tail in tails if tail not in done}:
         asked = [tail for tail in tails if tail[1] == how and tail not in done]
         field = learner.reference if how.weights == "reference" else learner.policy

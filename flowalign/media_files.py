@@ -1,5 +1,6 @@
 """Pictures and videos as tensors, from a path or from bytes."""
 
+import hashlib
 import io
 import os
 import re
@@ -13,12 +14,19 @@ import numpy as np
 import torch
 from jaxtyping import Float, UInt8
 from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
+from flowalign.display import Display
 from flowalign.frame_choice import Choice, MediaProblem, Shown, mean_rate
 from flowalign.records import PICTURES, VIDEOS, Media
 
-__all__ = ["Choice", "Clip", "MediaProblem", "decode"]
+__all__ = [
+    "Choice", "Clip", "MediaProblem", "decode", "digest", "frame_files", "is_video",
+    "moving_pictures", "num_frames_of",
+]  # fmt: skip
+_ROUNDING = 2e-3
+"""Seconds: headers of videos count milliseconds, and round."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,8 @@ def decode(
 
     The path may be a folder of pictures: frames in the natural order of their names, at the rate
     of the medium. A video's own rate goes before that; where its frames come unevenly, it is their
-    mean rate. Pictures are turned as their EXIF data say, and lose their transparency.
+    mean rate. Pictures are turned as their EXIF data say, and lose their transparency; videos are
+    turned as their display matrix says, as those of phones are.
 
     Raises:
         MediaProblem: the file is missing, damaged, empty or of an unknown kind, or it does not
@@ -60,9 +69,41 @@ def decode(
         raise MediaProblem(f"missing file: {path}")
     source = path or io.BytesIO(medium.data or b"")
     name = str(path) if path else f"{len(medium.data or b'')} bytes"
-    if path.suffix.lower() in VIDEOS if path else _looks_like_video(medium.data or b""):
+    if is_video(medium):
         return _video(source, name, medium.fps, choice)
     return _picture(source, name, medium.fps, choice)
+
+
+def digest(medium: Media) -> bytes:
+    """SHA-256 of the file; of a folder, of the names and the contents of its frames in their order.
+
+    Raises:
+        MediaProblem: it has neither a path nor data, or its folder has no frames.
+        OSError: a file cannot be read.
+    """
+    if medium.path is None:
+        if medium.data is None:
+            raise MediaProblem("the medium has neither a path nor data")
+        return hashlib.sha256(medium.data).digest()
+    path = Path(medium.path)
+    if not path.is_dir():
+        return _file_digest(path)
+    whole = hashlib.sha256()
+    for file in frame_files(path):
+        whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _file_digest(file))
+    return whole.digest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def is_video(medium: Media) -> bool:
+    """Whether a file is one of videos, by its name or by its first bytes; others are pictures."""
+    if medium.path:
+        return Path(medium.path).suffix.lower() in VIDEOS
+    return _looks_like_video(medium.data or b"")
 
 
 def _looks_like_video(data: bytes) -> bool:
@@ -98,7 +139,7 @@ def _clip(
 def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
     """One frame, or those of an animated WebP."""
     with _opened_picture(source, name) as image:
-        frames = ImageSequence.all_frames(image) if image.format == "WEBP" else [image]
+        frames = ImageSequence.all_frames(image) if num_frames_of(image) > 1 else [image]
         lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
         starts = np.cumsum([0.0, *lasting])
         known = starts[-1] > 0
@@ -112,8 +153,13 @@ def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Ch
         )  # fmt: skip
 
 
-def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
-    """Frames that are files; a broken one breaks the clip."""
+def num_frames_of(image: Image.Image) -> int:
+    """Frames of an opened picture: of other kinds than WebP the first is all that is seen."""
+    return image.n_frames if isinstance(image, WebPImageFile) else 1
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The pictures in a folder, in the natural order of their names. MediaProblem if it has none"""
     paths = sorted(
         (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
         key=lambda path: [
@@ -121,6 +167,14 @@ def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
             for part in re.split(r"(\d+)", path.name)
         ],
     )
+    if not paths:
+        raise MediaProblem(f"no frames: {folder} has no pictures")
+    return paths
+
+
+def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
+    """Frames that are files; a broken one breaks the clip."""
+    paths = frame_files(folder)
     shown = (Shown(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
 
     def pixels(path: Path) -> np.ndarray:
@@ -158,12 +212,12 @@ def _upright(image: Image.Image, name: str) -> np.ndarray:
 def _video(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
     total = _count(source, name) if choice.max_frames else 0
     with _opened_video(source, name) as (container, stream):
-        if container.format.name == "gif" and _last_byte(source) != b";":
+        if container.format.name == "gif" and not _ends(source, b";"):
             raise MediaProblem(f"truncated or damaged video: {name} has no end")
         stated = float(stream.average_rate) if stream.average_rate else fps
         return _clip(
             name, _shown(container, stream, stated, name), total, choice,
-            lambda frame: frame.to_ndarray(format="rgb24"), stated, float(stream.time_base or 0),
+            Display(name).show, stated, float(stream.time_base or 0),
         )  # fmt: skip
 
 
@@ -181,8 +235,9 @@ def _shown(container: Any, stream: Any, rate: float | None, name: str) -> Iterat
         lasting = float(frame.duration * (frame.time_base or 0))
         yield Shown(second, frame)
     alone = container.duration if len(container.streams) == 1 else None
-    end = second + max(lasting, second - before, 1 / rate if rate else 0)
-    if alone and alone / 1e6 - end > second - before:
+    interval = max(lasting, second - before, 1 / rate if rate else 0)
+    end = second + interval
+    if alone and alone / 1e6 - end > max(interval / 2, _ROUNDING):
         where = f"ends after {end:.3f} of {alone / 1e6:.3f} s"
         raise MediaProblem(f"truncated or damaged video: {name} ({where})")
 
@@ -193,33 +248,37 @@ def _count(source: Path | io.BytesIO, name: str) -> int:
         return sum(1 for packet in container.demux(stream) if packet.size)
 
 
-def _last_byte(source: Path | io.BytesIO) -> bytes:
-    if isinstance(source, io.BytesIO):
-        return source.getvalue()[-1:]
-    with source.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read()
+def _ends(source: Path | io.BytesIO, trailer: bytes) -> bool:
+    """Whether its last bytes are these; what some programs pad files with may follow."""
+    data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
+    return data.rstrip(b"\0\r\n\t ").endswith(trailer)
 
 
 @contextmanager
 def _opened_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any]]:
-    """A container and its first stream of moving pictures; the cover of a song is none."""
+    """A container and its first stream of moving pictures."""
     try:
         import av
-        from av.stream import Disposition
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     if isinstance(source, io.BytesIO):
         source.seek(0)
     try:
         with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
-            moving = [
-                stream
-                for stream in container.streams.video
-                if not stream.disposition & Disposition.attached_pic
-            ]
-            if not moving:
-                raise MediaProblem(f"no frames: {name} has no video stream")
-            yield container, moving[0]
+            yield container, moving_pictures(container, name)
     except av.FFmpegError as error:
         raise MediaProblem(f"truncated or damaged video: {name} ({error.strerror})") from error
+
+
+def moving_pictures(container: Any, name: str) -> Any:
+    """The first stream of them in an opened container; the cover of a song is none.
+
+    Raises:
+        MediaProblem: there is none; `name` is the file's.
+    """
+    from av.stream import Disposition
+
+    for stream in container.streams.video:
+        if not stream.disposition & Disposition.attached_pic:
+            return stream
+    raise MediaProblem(f"no frames: {name} has no video stream")

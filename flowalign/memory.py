@@ -16,8 +16,9 @@ _LARGE = 10**9
 """Bytes from which on a part is worth a hint, if it is a tenth of the whole as well."""
 _STATES = "recipe.sampling.states"
 
-Stage = Literal["always", "sampling", "updating", "main"]
+Stage = Literal["always", "sampling", "updating", "verifying", "main"]
 """When a part is on the device; main: never, it is in main memory."""
+_TURNS = ("sampling", "updating", "verifying")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,12 @@ class Part:
 
 
 def peak(parts: Sequence[Part]) -> int:
-    """Bytes on the device at once: what is always there, and the larger of the two stages."""
-    by_stage = {
-        stage: sum(part.num_bytes for part in parts if part.stage == stage)
-        for stage in ("always", "sampling", "updating")
-    }
-    return by_stage["always"] + max(by_stage["sampling"], by_stage["updating"])
+    """Bytes on the device at once: what is always there, and the largest of the other stages."""
+    always, *turns = (
+        sum(part.num_bytes for part in parts if part.stage == stage)
+        for stage in ("always", *_TURNS)
+    )
+    return always + max(turns)
 
 
 def rows(parts: Sequence[Part], available: int | None) -> dict[str, str]:
@@ -45,11 +46,13 @@ def rows(parts: Sequence[Part], available: int | None) -> dict[str, str]:
 
     `available` are the bytes of the device, None where there is none or it is main memory.
     """
-    whole = peak(parts)
-    main = sum(part.num_bytes for part in parts if part.stage == "main")
-    table = {"memory, about": f"{size(whole)} per process: {_listed(parts)}"}
-    if main:
-        table["main memory, about"] = f"{size(main)} per process for states"
+    whole, main = peak(parts), [part for part in parts if part.stage == "main"]
+    table = {
+        "memory, about": f"{size(whole)} per process, without reward models: "
+        + _listed([part for part in parts if part.stage != "main"])
+    }
+    if total := sum(part.num_bytes for part in main):
+        table["main memory, about"] = f"{size(total)} per process: {_listed(main)}"
     if available is not None:
         verdict = "enough" if whole <= available else f"too little by {size(whole - available)}"
         table["memory of the device"] = f"{size(available)}, {verdict}"
@@ -63,41 +66,58 @@ def rows(parts: Sequence[Part], available: int | None) -> dict[str, str]:
 
 
 def network(run: AnyRun, model: ModelPlan) -> list[Part]:
-    """Denoiser, optimizer and copies of what is trained, and text encoders that stay."""
+    """Denoiser, optimizer, copies of what is trained, what stays beside them, and the denoiser that
+    is read once more to verify what was saved: of two networks both, though they take turns."""
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     copies = 0
     if isinstance(run, PreferenceRun):
         copies = (not isinstance(run.recipe.reference, Base)) + (run.recipe.expert is not None)
+    weights = model.parameters * (4 if whole else model.bytes_per_parameter)
     return [
-        Part("weights", model.parameters * (4 if whole else model.bytes_per_parameter)),
+        Part("weights", weights),
         Part("optimizer", model.trainable * 4 * (4 - whole + bool(run.ema))),
         Part("copies", model.trainable * 4 * (whole + copies)),
-        Part("text encoders", model.text_bytes, savings=_told(model, "text encoders", 1)),
+        Part("text encoders and VAE", model.text_bytes, savings=_told(model, "text encoders", 1)),
+        Part("saved weights", weights, "verifying"),
     ]
 
 
 def rollout(run: Run, model: ModelPlan, world: int, window: Sequence[int]) -> list[Part]:
-    """What the trajectories of a step leave behind, and what making media of them takes."""
+    """What the trajectories of a step keep until they are learned from, and states on their way to
+    being completed, which are on the device wherever they are kept then."""
     recipe, sampling = run.recipe, run.recipe.sampling
     blank, storage = recipe.blank(window), sampling.states
-    batch = sampling.micro_batch if model.decodes_together else 1
-    elements = ceil(recipe.prompts_per_step / world) * prod(model.latent_shape)
+    prompts = ceil(recipe.prompts_per_step / world)
+    elements = prompts * prod(model.latent_shape)
     kept = elements * sum(len(blank.holders(k)) for k in recipe.kept(window))
     means = len(window) * len(blank.origin) if recipe.algorithm.needs_mean_old else 0
     states = kept * DTYPES[storage.dtype].itemsize + 4 * elements * means
     followed = [k for k, how in recipe.asked(window) if how.follows_rollout and k < blank.num_steps]
     completed = 4 * elements * sum(len(blank.holders(k)) for k in followed)
-    decoding = _told(model, "decoding", batch)
-    decoding["recipe.sampling.micro_batch: 1"] = (batch - 1) * model.decode_bytes
     on_cpu = storage.device == "cpu"
     lower = {f"{_STATES}.device: cpu": states, f"{_STATES}.dtype: bfloat16": 2 * kept}
     if storage.dtype != "float32":
         del lower[f"{_STATES}.dtype: bfloat16"]
+    where, lot = "main" if on_cpu else "always", min(recipe.prompts_at_once or prompts, prompts)
     return [
-        Part("states", states, "main" if on_cpu else "always", {} if on_cpu else lower),
-        Part("completions", completed, "sampling"),
-        Part("decoding", batch * model.decode_bytes, "sampling", decoding),
+        Part("states", states, where, {} if on_cpu else lower),
+        Part("kept completions", completed, where),
+        Part("completing", completed // prompts * lot if on_cpu else 0, "sampling"),
     ]
+
+
+def decoding(run: AnyRun, model: ModelPlan) -> Part:
+    """What making media takes of the largest micro-batch that is decoded at once."""
+    sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
+    if isinstance(run, Run):
+        sizes["recipe.sampling.micro_batch"] = run.recipe.sampling.micro_batch
+    largest = max(sizes.values(), default=0)
+    batch = largest if model.decodes_together else min(largest, 1)
+    savings = _told(model, "decoding", batch)
+    if batch > 1:
+        lower = ", ".join(f"{setting}: 1" for setting, count in sizes.items() if count > 1)
+        savings[lower] = (batch - 1) * model.decode_bytes
+    return Part("decoding", batch * model.decode_bytes, "sampling", savings)
 
 
 def update(run: AnyRun, model: ModelPlan) -> Part:
@@ -127,11 +147,11 @@ def size(num_bytes: int | float) -> str:
 
 def _listed(parts: Sequence[Part]) -> str:
     """Every part that takes anything; of those that take turns, that they do."""
-    words = {"always": "", "sampling": " while sampling", "updating": " while updating"}
+    words = {turn: f" while {turn}" for turn in _TURNS}
     return ", ".join(
-        f"{part.name} {size(part.num_bytes)}{words[part.stage]}"
+        f"{part.name} {size(part.num_bytes)}{words.get(part.stage, '')}"
         for part in parts
-        if part.num_bytes and part.stage != "main"
+        if part.num_bytes
     )
 
 

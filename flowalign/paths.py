@@ -1,6 +1,9 @@
-"""Where files that come with the package lie."""
+"""Where files that come with the package lie, and how files are written."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -17,6 +20,22 @@ def bundled(path: str) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Write aside and rename, so that a reader never finds half a file."""
-    partial = path.with_name(f".{path.name}.tmp")
-    partial.write_text(text)
-    partial.replace(path)
+    with aside(path) as partial:
+        partial.write_text(text)
+
+
+@contextmanager
+def aside(path: Path) -> Iterator[Path]:
+    """A file or folder to write to, which is renamed to `path` at the end; removed on failure.
+
+    Its name holds the process's number: of several that write the same, the last one stays.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink(missing_ok=True)

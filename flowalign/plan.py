@@ -23,7 +23,10 @@ def plan(run: AnyRun, world: int = 1) -> dict[str, str]:
     rows, kept = (
         _online(run, model, world) if isinstance(run, Run) else _preference(run, model, world)
     )
-    parts = [*memory.network(run, model), *kept, memory.update(run, model)]
+    parts = [
+        *memory.network(run, model), *kept,
+        memory.decoding(run, model), memory.update(run, model),
+    ]  # fmt: skip
     return rows | {
         "updates per step": f"{run.recipe.updates}, {run.num_steps * run.recipe.updates} "
         "in the whole run",

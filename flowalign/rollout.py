@@ -1,8 +1,8 @@
 """Sampling: the only denoising loop in the code base."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,8 @@ from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
 from flowalign.types import Policy, Trajectory
 from flowalign.windows import AllButLast, Window
+
+Key = TypeVar("Key")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -142,7 +144,8 @@ def sample(
         if keep_means and k in steps:
             means[k] = cfg.states.placed(distribution.mean)
         put(k + 1)
-    return replace(trajectory, states=states, means=means, finished=tails.at)
+    finished = {tail: cfg.states.placed(x) for tail, x in tails.at.items()}
+    return replace(trajectory, states=states, means=means, finished=finished)
 
 
 def blank(
@@ -164,22 +167,32 @@ def blank(
 
 
 def joined(parts: Sequence[Trajectory]) -> Trajectory:
-    """The samples of several trajectories of one schedule, one after another."""
+    """The samples of several trajectories of one schedule, one after another.
+
+    These give up states, means and what was completed, one key after the other: none is held twice.
+    """
     starts = torch.tensor([len(part.origin) for part in parts]).cumsum(0).tolist()
     first = parts[0]
     return replace(
         first,
         logp=torch.cat([part.logp for part in parts]),
-        states={k: torch.cat([part.states[k] for part in parts]) for k in first.states},
+        states=_taken([part.states for part in parts]),
         eta=torch.cat([part.eta for part in parts]),
         cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
         prompts=[prompt for part in parts for prompt in part.prompts],
         origin=torch.cat(
             [part.origin + start for part, start in zip(parts, [0, *starts], strict=False)]
         ),
-        means={k: torch.cat([part.means[k] for part in parts]) for k in first.means},
-        finished={tail: torch.cat([p.finished[tail] for p in parts]) for tail in first.finished},
+        means=_taken([part.means for part in parts]),
+        finished=_taken([part.finished for part in parts]),
     )
+
+
+def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
+    """Rows of all parts by key, which are no longer in the parts."""
+    held = [part for part in parts if isinstance(part, dict)]
+    assert len(held) == len(parts), "a trajectory that was drawn holds its tensors in dictionaries"
+    return {key: torch.cat([part.pop(key) for part in held]) for key in [*held[0]]}
 
 
 @torch.no_grad()

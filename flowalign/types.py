@@ -152,6 +152,9 @@ class Policy(VelocityField):
     fps: float | None = None
     """Frames per second of what `decode` gives; None for pictures."""
 
+    num_frames: int | None = None
+    """Of what `decode` gives, and what `embed` needs; None for pictures."""
+
     precision: Literal["fp32", "bf16", "fp16"]
     """What the network computes in; states, sigmas and log-probabilities are float32 regardless."""
 

@@ -1,6 +1,5 @@
 """Clips written to files: MP4, WebM and GIF by PyAV, an animated WebP, or a folder of pictures."""
 
-import os
 import shutil
 from fractions import Fraction
 from pathlib import Path
@@ -12,12 +11,15 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.film import EXACT, bytes_of, looping
+from flowalign.paths import aside
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
 """Endings of files that `write_clip` writes."""
 _CODECS = {".mp4": "libx264", ".webm": "libvpx-vp9", ".gif": "gif"}
 _LOSSY = {".mp4": {"crf": "18"}, ".webm": {"crf": "18", "b:v": "0"}, ".gif": {}}
 _LOSSLESS = {".mp4": {"crf": "0"}, ".webm": {"lossless": "1"}, ".gif": {}}
+_MOST_OF_GIF = 100
+"""Frames per second: a GIF counts time in hundredths."""
 _BT709, _LIMITED = 1, 1
 """Numbers of the colour space and of its range in the headers of a video."""
 
@@ -33,38 +35,38 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
 
     Raises:
         ValueError: the ending is none of these, the sides are odd (a larger .mp4), the rate is not
-            positive, the folder exists, or av is not installed.
+            positive or too high (.gif), the folder exists, or av is not installed.
     """
     ending = path.suffix.lower()
     if ending not in ("", *CLIPS):
         raise ValueError(f"{path} ends in none of {', '.join(CLIPS)}, nor is it a folder's name")
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
+    if ending == ".gif" and fps > _MOST_OF_GIF:
+        raise ValueError(f"{path}: GIF takes up to {_MOST_OF_GIF} frames per second, not {fps:g}")
     height, width = frames.shape[-2:]
     if ending == ".mp4" and max(height, width) > EXACT and (height % 2 or width % 2):
         raise ValueError(f"{path}: MP4 takes even sides, not {width} x {height}; .webm takes any")
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels, partial = bytes_of(frames.detach().cpu()), path.with_name(f".{path.name}.tmp")
-    if not ending:
-        _write_folder(path, partial, pixels)
-    elif ending == ".webp":
-        partial.write_bytes(looping(pixels, fps))
-        partial.replace(path)
-    else:
-        _write_video(partial, ending, pixels, Fraction(fps).limit_denominator(1001))
-        partial.replace(path)
-
-
-def _write_folder(path: Path, partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
-    """Names are as long as each other, so that any sorting keeps the order."""
-    if path.exists():
+    if not ending and path.exists():
         raise ValueError(f"{path} exists; frames are written to a new folder")
+    pixels = bytes_of(frames.detach().cpu())
+    with aside(path) as partial:
+        if not ending:
+            _write_folder(partial, pixels)
+        elif ending == ".webp":
+            partial.write_bytes(looping(pixels, fps))
+        else:
+            _write_video(partial, ending, pixels, Fraction(fps).limit_denominator(1001))
+
+
+def _write_folder(partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
+    """Names are as long as each other, so that any sorting keeps the order."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     digits = max(4, len(str(len(pixels) - 1)))
     for i, frame in enumerate(_rows(pixels)):
         Image.fromarray(frame).save(partial / f"{i:0{digits}}.png")
-    os.replace(partial, path)
 
 
 def _write_video(

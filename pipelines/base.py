@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -10,9 +11,9 @@ from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
 from flowalign.paths import bundled
-from flowalign.types import ModelPlan, Policy
+from flowalign.types import Cond, ModelPlan, Policy
 from pipelines.encoding import covering, digest
-from pipelines.folder import activations, config_of, scheduler_of
+from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.weights import (
     Lora,
     load_adapter,
@@ -51,6 +52,8 @@ class DiffusersPolicy(Policy):
     """How names of components begin that stay on the CPU, from where `encode` brings them."""
     film: tuple[object, ...] = ()
     """What, beside VAE and size, decides how media are encoded."""
+    shift: float | None = None
+    """Of the schedule, where it is not that of the folder."""
     probes: Sequence[str] = ("a", "b")
     """Prompts that `encode` takes, by which saved weights are compared."""
     denoiser: Any
@@ -83,6 +86,7 @@ class DiffusersPolicy(Policy):
             config_of(self.pipeline_class, self.path, part)
             for part in (self.part, "vae", "scheduler")
         )
+        scheduler = scheduler_of(shifted(scheduler, self.shift, self.path))
         latent_shape = self.shape_of_latents(transformer, vae)
         with torch.device("meta"):
             denoiser = self.transformer_class.from_config(transformer)
@@ -96,13 +100,15 @@ class DiffusersPolicy(Policy):
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=DTYPES[self.precision].itemsize,
             activation_bytes=activated * DTYPES[self.precision].itemsize,
-            sigmas=lambda num_steps: self.sigmas(scheduler_of(scheduler), num_steps),
+            sigmas=partial(self.sigmas, scheduler),
         )
 
     def load(self, device: torch.device) -> None:
         self.pipe = load_pipeline(
             self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
         )
+        scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
+        self.pipe.scheduler = scheduler_of(scheduler)
         self.pipe.vae.float()
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
@@ -170,18 +176,26 @@ class DiffusersPolicy(Policy):
             load_weights(part, self.pipe.components[part], folder)
 
     def verify_weights(self, folder: str) -> float:
-        saved = {part: _saved(self, part, folder) for part in self.parts}
-        fresh = self.assembled({**self.pipe.components, **saved}).to(self.denoiser.device)
         x = self.noise(2, torch.Generator().manual_seed(0))
         cond = self.encode((*self.probes, *self.probes)[:2])
-        early, mine = self.schedule(4)[1], self.denoiser
+        early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # late, too: it may be another network's
         with torch.no_grad():
             expected = self.velocity(x, sigma, cond)
-            self.denoiser = fresh
-            got = self.velocity(x, sigma, cond)
-        self.denoiser = mine
-        return float((got - expected).abs().max())
+            found = [_replayed(self, part, folder, x, sigma, cond) for part in self.parts]
+        return max(float((got - expected).abs().max()) for got in found)
+
+
+def _replayed(
+    policy: DiffusersPolicy, part: str, folder: str, x: Tensor, sigma: Tensor, cond: Cond
+) -> Tensor:
+    """Velocity with one part as a fresh pipeline loads it, which is freed afterwards."""
+    mine, fresh = policy.denoiser, {part: _saved(policy, part, folder).to(x.device)}
+    policy.denoiser = policy.assembled({**policy.pipe.components, **fresh})
+    try:
+        return policy.velocity(x, sigma, cond)
+    finally:
+        policy.denoiser = mine
 
 
 def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:

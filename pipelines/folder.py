@@ -41,11 +41,32 @@ def scheduler_of(config: Mapping[str, Any]) -> Any:
     return getattr(diffusers, config["_class_name"]).from_config(config)
 
 
+def shifted(config: Mapping[str, Any], shift: float | None, path: str) -> Mapping[str, Any]:
+    """A scheduler's configuration with another shift, or itself where that is None.
+
+    ValueError where the schedule has no shift that one could set: it depends on the video, or there
+    is none.
+    """
+    if shift is None:
+        return config
+    name = next((n for n in ("flow_shift", "shift") if n in config), None)
+    if name is None or config.get("use_dynamic_shifting"):
+        raise ValueError(
+            f"video.shift is {shift}, but the scheduler of {path} ({config['_class_name']}) "
+            + ("finds its shift from the size of the video" if name else "has none")
+            + ": leave it out"
+        )
+    if shift <= 0:
+        raise ValueError(f"video.shift is {shift}; it must be above 0, and 1 shifts nothing")
+    return {**config, name: shift}
+
+
 def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) -> int:
     """Values kept for the backward pass: about 34 per token, layer and channel.
 
-    One layer's where they are recomputed, the largest. A UNet has a quarter of the tokens on each
-    level, and about as many layers going up as down, with one more.
+    Where they are recomputed, those of one layer at a time, the largest, and one per token, layer
+    and channel: what goes into each. A UNet has a quarter of the tokens on each level, and about as
+    many layers going up as down, with one more.
     """
     if "block_out_channels" in config:
         depth = 2 * config["layers_per_block"] + 1
@@ -55,4 +76,4 @@ def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) ->
         width = config["num_attention_heads"] * config["attention_head_dim"]
         depth = config["num_layers"] + config.get("num_single_layers", 0)
         layers = [num_tokens * width] * depth
-    return 34 * (max(layers) if recomputed else sum(layers))
+    return 34 * max(layers) + sum(layers) if recomputed else 34 * sum(layers)

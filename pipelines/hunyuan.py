@@ -113,9 +113,9 @@ class HunyuanVideo(VideoPolicy):
             guidance=guidance,
         )
 
-    def load(self, device: torch.device) -> None:
-        super().load(device)
-        self.pipe.vae.use_framewise_decoding = self.memory.decode_frames is None
+    def set_up(self, vae: Any) -> None:
+        super().set_up(vae)
+        vae.use_framewise_decoding = self.memory.decode_frames is None
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
         vae = self.pipe.vae

@@ -35,13 +35,17 @@ class Video:
     fps: float
     """Frames per second. Clips are embedded frame by frame as they come, so a reader must give them
     at this rate."""
+    shift: float | None = None
+    """How far the schedule leans to much noise, more for larger videos: sigma becomes
+    shift sigma / (1 + (shift - 1) sigma). None: as the folder says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is given for less memory; every knob costs time and none changes what is learned.
+    """What is given for less memory; every knob costs time.
 
-    `tile` alone changes numbers: tiles are blended where they overlap.
+    Two change frames, and with them rewards: tiles are blended where they overlap, and so are the
+    windows of `decode_frames` with LTX-Video and HunyuanVideo. With Wan chunks are exact.
     """
 
     gradient_checkpointing: bool = False
@@ -49,7 +53,7 @@ class Memory:
     tile: bool = False
     """The VAE works on tiles of a frame, of diffusers' size for the family."""
     slice: bool = False
-    """The VAE works on one sample at a time."""
+    """The VAE works on one sample at a time; media are gathered in main memory."""
     decode_frames: int | None = None
     """Latent frames that the decoder holds at a time, see the policy; None: as diffusers does."""
     offload_text: bool = False
@@ -75,6 +79,7 @@ class VideoPolicy(DiffusersPolicy):
             raise ValueError(f"memory.decode_frames is {memory.decode_frames}; give 1 or more")
         self.video, self.memory = video, memory
         self.height, self.width, self.fps = video.height, video.width, video.fps
+        self.num_frames, self.shift = video.num_frames, video.shift
         self.offloaded = _ENCODERS if memory.offload_text else ()
         self.film = video.num_frames, memory.tile
 
@@ -117,10 +122,14 @@ class VideoPolicy(DiffusersPolicy):
 
     def load(self, device: torch.device) -> None:
         super().load(device)
+        self.set_up(self.pipe.vae)
+
+    def set_up(self, vae: Any) -> None:
+        """Tell a VAE how to work, the one that is loaded as well as that of the estimate."""
         if self.memory.tile:
-            self.pipe.vae.enable_tiling()
+            vae.enable_tiling()
         if self.memory.slice:
-            self.pipe.vae.enable_slicing()
+            vae.enable_slicing()
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         """Of size 1 whatever the first sigma, as the pipelines start."""
@@ -146,13 +155,15 @@ class VideoPolicy(DiffusersPolicy):
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         mean, std = self.channelwise()
-        media = x.new_empty(len(x), self.video.num_frames, 3, self.height, self.width)
+        device = "cpu" if self.memory.slice else x.device
+        shape = len(x), self.video.num_frames, 3, self.height, self.width
+        media = torch.empty(shape, device=device)
         rows = torch.arange(len(x)).split(1 if self.memory.slice else max(1, len(x)))
         for some in rows:
             start = 0
             for piece in self.pieces(x[some] * std + mean):
                 stop = start + piece.shape[2]
-                media[some, start:stop] = (piece / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+                media[some, start:stop] = (piece / 2 + 0.5).clamp(0, 1).transpose(1, 2).to(device)
                 start = stop
         return media
 
@@ -194,12 +205,17 @@ def allowed_frames(num_frames: int, unit: int, path: str) -> int:
 
 
 def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
-    """The plan with what decoding and the encoders of prompts take, and what would take less."""
+    """The plan with what decoding, VAE and encoders of prompts take, and what would take less.
+
+    The VAE, in float32, is counted with the text encoders: it stays on the device.
+    """
     memory, width = policy.memory, DTYPES[policy.precision].itemsize
     transformer = config_of(policy.pipeline_class, policy.path, policy.part)
     tokens = policy.num_tokens(plan.latent_shape, transformer)
     recomputed = width * activations(transformer, tokens, recomputed=True)
     encoders = width * encoder_parameters(policy.pipeline_class, policy.path)
+    vae = hollow(policy.pipeline_class, policy.path).vae
+    vae_bytes = 4 * sum(p.numel() for p in vae.parameters())
     decoding = decode_bytes(policy, memory, plan.latent_shape)
     savings = []
     for knob, other in _lighter(memory).items() if decoding > _LARGE else ():
@@ -214,18 +230,19 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
         plan,
         decode_bytes=decoding,
         decodes_together=not memory.slice,
-        text_bytes=0 if memory.offload_text else encoders,
+        text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
         savings=tuple(savings),
     )
 
 
 def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, ...]) -> int:
-    """Bytes at the peak of decoding one sample with these knobs; weights are not counted.
+    """Bytes at the peak of decoding one sample with these knobs, without the VAE's weights.
 
     Found by decoding tensors without values. Of tiles, one is decoded, and the video counts twice.
     """
     probe = copy(policy)
     probe.memory, probe.pipe = memory, hollow(policy.pipeline_class, policy.path)
+    probe.set_up(probe.pipe.vae)
     channels, frames, height, width = latent_shape
     video = 4 * 3 * policy.video.num_frames * policy.height * policy.width
     if memory.tile:

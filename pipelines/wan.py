@@ -31,9 +31,10 @@ class Wan(VideoPolicy):
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The network
     is told the time as the pipeline's scheduler tells it: floor(1000 sigma) with UniPC, whose times
-    are integers, 1000 sigma with an Euler scheduler. The schedule is the scheduler's own, shifted
-    as its file says; UniPC starts just below 1. Steps along it are those of our kernels, not
-    UniPC's, which look back at earlier steps.
+    are integers (at a shift of 1 rounding may make one of them larger by 1), 1000 sigma with an
+    Euler scheduler. The schedule is the scheduler's own, shifted as its file or `video.shift` says;
+    UniPC starts just below 1. Steps along it are those of our kernels, not UniPC's, which look back
+    at earlier steps.
 
     `memory.decode_frames` latent frames go through the decoder together, after the first, which
     goes alone; states of its convolutions are handed on, so that the frames are those of the whole.

@@ -19,6 +19,9 @@ from pipelines.video import Memory, Video
 from pipelines.wan import LORA, VIDEO, Wan
 from pipelines.weights import Lora
 
+_TEXT = 512
+"""Tokens of a prompt beside those of a picture: a number in the code of diffusers' network."""
+
 
 class WanI2V(Wan):
     """Image-to-video policy around a `WanImageToVideoPipeline` folder or hub identifier.
@@ -28,7 +31,8 @@ class WanI2V(Wan):
     cut around its centre to the proportions of the video, then treated as in the pipeline.
 
     `cond` holds, beside the text, "image": the first frame's mask and latents, which the network
-    sees with the state, and, for a network that takes them, "clip": features of the picture.
+    sees with the state, and, for a network that takes them, "clip": features of the picture. Such a
+    network wants prompts of 512 tokens.
     """
 
     pipeline_class = WanImageToVideoPipeline
@@ -52,6 +56,12 @@ class WanI2V(Wan):
     ) -> tuple[int, ...]:
         self.pictures = pictures(self.images)
         self.probes = tuple(self.pictures)
+        if transformer["added_kv_proj_dim"] is not None and self.max_sequence_length != _TEXT:
+            raise ValueError(
+                f"max_sequence_length is {self.max_sequence_length}; the network of {self.path} "
+                f"takes the last {_TEXT} tokens for the prompt and those before for the picture: "
+                f"give {_TEXT}"
+            )
         return super().shape_of_latents(transformer, vae)
 
     def condition_channels(self, vae: Mapping[str, Any]) -> int:

@@ -15,6 +15,7 @@ from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 _ONE_FILE = "10TB"
@@ -39,21 +40,27 @@ def load_pipeline(
 ) -> Any:
     """A pipeline whose parts are all in one dtype, whatever dtype they were stored in.
 
-    But for the layers that a diffusers model wants in float32, as Wan its time embedding and norms.
+    But for layers that a model wants in float32: of diffusers, as Wan its time embedding and norms,
+    or of transformers, as T5 its last projections where the others are in float16. `components`
+    that are given stay as they are.
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]):  # some models draw values before they read theirs
         pipe = cls.from_pretrained(path, dtype=dtype, **components)
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            if not _keeps_float32(part):
+    for name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and name not in components:
+            if not _keeps_float32(part, dtype):
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` warns of what is done here
             part.eval().requires_grad_(False)
     return pipe
 
 
-def _keeps_float32(part: torch.nn.Module) -> bool:
+def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
+    """Whether some layers are to stay as `from_pretrained` has made them."""
+    if isinstance(part, PreTrainedModel):
+        always, in_float16 = part._keep_in_fp32_modules_strict, part._keep_in_fp32_modules
+        return bool(always or (dtype == torch.float16 and in_float16))
     return isinstance(part, ModelMixin) and bool(part._keep_in_fp32_modules)
 
 

@@ -105,9 +105,11 @@ def write_pictures(folder: Path) -> None:
 def tiny_video(
     cls: type, path: str, height: int = 32, width: int = 48, num_frames: int = 9, **changes: Any
 ) -> Any:
-    """A policy of a small clip that is not square; a flag of `Memory` may be given by itself."""
+    """A policy of a small clip that is not square; a flag of `Memory` may be given by itself, and
+    so may the shift of the schedule."""
     flags = {name: changes.pop(name) for name in [*changes] if name in Memory.__dataclass_fields__}
-    video = Video(height=height, width=width, num_frames=num_frames, fps=8.0)
+    shift = changes.pop("shift", None)
+    video = Video(height=height, width=width, num_frames=num_frames, fps=8.0, shift=shift)
     return cls(path, video=video, memory=Memory(**flags), **changes)
 
 
@@ -121,8 +123,9 @@ def new_video(cls: type, folder: str, **changes: Any) -> Any:
 
 
 def new_i2v(folder: str, **changes: Any) -> Any:
-    """`new_video` with the pictures that lie in the folder."""
-    return new_video(WanI2V, folder, **{"images": f"{folder}/images.jsonl", **changes})
+    """`new_video` with the pictures that lie in the folder, and prompts of the only length."""
+    defaults = {"images": f"{folder}/images.jsonl", "max_sequence_length": 512}
+    return new_video(WanI2V, folder, **defaults | changes)
 
 
 def official_wan(policy: Any, prompts, x, num_steps, output_type) -> torch.Tensor:

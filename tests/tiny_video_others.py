@@ -138,7 +138,7 @@ def new_clips(cls: type, layers: tuple[str, ...], **changes: Any) -> Any:
 
 def of_clips(cls: type, path: str, **settings: Any) -> Any:
     """A policy, not loaded, from settings that are named as those of pictures."""
-    sizes = {"height": 32, "width": 32, "num_frames": 9, "fps": 24.0}
+    sizes = {"height": 32, "width": 32, "num_frames": 9, "fps": 24.0, "shift": None}
     video = {name: settings.pop(name, value) for name, value in sizes.items()}
     knobs = {f.name for f in fields(Memory)} & settings.keys()
     memory = {name: settings.pop(name) for name in knobs}

@@ -38,7 +38,8 @@ HERE = Path(__file__).parent
 TOKENS = 16
 """Tokens of the longest prompt, and its end, fit; what flowalign asks for."""
 LENGTHS = (TOKENS, 512)
-"""512 is what a plain `pipe(prompt)` pads to with zeros, which are attended to."""
+"""512 is what a plain `pipe(prompt)` pads to with zeros, which are attended to: it learns that too
+seldom to be good at it, so give `max_sequence_length=16`."""
 CHANNELS = 8
 
 

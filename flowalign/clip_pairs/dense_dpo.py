@@ -33,18 +33,18 @@ class DensePairs(Method):
     margin: float = 0.0
     """A difference of scores up to this is a tie."""
     min_decided: float = 0.2
-    """Pairs of which a smaller share of segments has a preference are dropped; so are those of
-    which none has."""
+    """Pairs are kept of which a larger share of segments than this has a preference."""
 
     def __post_init__(self) -> None:
         """Refuse what labels nothing."""
         low, high = self.level
         if not 0 < low <= high < 1:
             raise ValueError(f"method.level is {self.level}; it must rise within (0, 1)")
-        if not self.seconds > 0 or not self.margin >= 0 or not 0 <= self.min_decided <= 1:
+        if not self.seconds > 0 or not self.margin >= 0 or not 0 <= self.min_decided < 1:
             raise ValueError(
                 f"method.seconds {self.seconds}, margin {self.margin}, min_decided "
-                f"{self.min_decided}: need seconds above 0, the margin at least 0, and a share"
+                f"{self.min_decided}: need seconds above 0, the margin at least 0, and a share "
+                "below 1"
             )
 
     @override
@@ -99,8 +99,8 @@ class DensePairs(Method):
             for side, row in rows.items():
                 if row in part.reasons:
                     return Dropped(f"no valid score: segment {c} of {side}: {part.reasons[row]}")
-        decided = float(labels.abs().mean())
-        if decided < self.min_decided or not decided:
+        decided = int(labels.count_nonzero()) / len(labels)  # exact, where a float32 mean is not
+        if decided <= self.min_decided:
             return Dropped(f"too few segments with a preference: {decided:.0%}", ordinary=True)
         return None
 

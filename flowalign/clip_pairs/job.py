@@ -25,7 +25,7 @@ from flowalign.clip_pairs.method import Made
 from flowalign.clip_pairs.run import ClipPairs
 from flowalign.clip_pairs.workshop import Clips, Workshop
 from flowalign.media_files import MediaProblem, decode
-from flowalign.paths import write_text
+from flowalign.paths import aside, write_text
 from flowalign.preference.latent_files import save_latent
 from flowalign.preference.tally import Tally
 from flowalign.readers import Dataset
@@ -111,9 +111,10 @@ def finish(cfg: ClipPairs, num_batches: int) -> Outcome | None:
         held = _is_held_out(row["prompt"], cfg.held_out, cfg.seed)
         (held_out if held else train).append(row)
     for name, rows in ((TRAIN, train), (HELD_OUT, held_out)):
-        (folder / name).unlink(missing_ok=True)
         if rows:
             write_text(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+        else:
+            (folder / name).unlink(missing_ok=True)
     summary = {
         "pairs": len(found.rows), "train": len(train), "held_out": len(held_out),
         "faults": len(found.faults), "dropped": found.tally().summary(), "costs": found.costs,
@@ -168,12 +169,17 @@ def _embedded(workshop: Workshop, cfg: ClipPairs, source: Source) -> torch.Tenso
     """Latents of one clip, at the policy's rate.
 
     Raises:
-        MediaProblem, ValueError, OSError: why it has none.
+        ValueError, OSError: why it has none, or that the policy does not take its prompt.
     """
     if source.problem or source.medium is None:
         raise MediaProblem(source.problem or "no medium")
     policy = workshop.policy
-    clip = decode(source.medium, fps=policy.fps, num_frames=cfg.num_frames)
+    try:
+        policy.encode([source.prompt])  # some know only certain prompts
+    except ValueError as error:
+        raise ValueError(f"prompt that the policy does not take: {error}") from error
+    num_frames = cfg.num_frames or policy.num_frames
+    clip = decode(source.medium, fps=policy.fps, num_frames=num_frames)
     latent = policy.embed(clip.frames[None])
     if not latent.isfinite().all():
         raise MediaProblem("its latent is not finite")
@@ -192,9 +198,8 @@ def _written(workshop: Workshop, folder: Path, source: Source, made: Made) -> di
         row |= {name: latent, f"{name}_video": seen}
     if made.mask is not None:
         row["mask"] = f"masks/{stem}.safetensors"
-        partial = folder / f"masks/.{stem}.tmp"
-        save_file({"mask": made.mask.cpu().contiguous()}, partial)
-        partial.replace(folder / row["mask"])
+        with aside(folder / row["mask"]) as partial:
+            save_file({"mask": made.mask.cpu().contiguous()}, partial)
     path = source.medium.path if source.medium else None
     return row | {"fps": fps, "source": path, **made.row}
 

@@ -36,7 +36,7 @@ class ClipPairs:
     """Only the first so many records."""
     num_frames: int | None = None
     """Of each clip only so many are read, at the policy's rate, and a shorter one is dropped;
-    null: all, of which the policy takes the first."""
+    null: as many as the policy makes. For policies that do not say how many."""
     rewards: list[RewardModel] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Weight per reward dimension; the weighted sum is what a method compares."""
@@ -74,7 +74,14 @@ class ClipPairs:
             raise ValueError(
                 f"the policy {type(self.policy).__name__} makes pictures; clips need one of videos"
             )
-        self.method.check(Rewards(self.rewards, self.reward_weights))
+        if self.policy.num_frames and self.num_frames not in (None, self.policy.num_frames):
+            raise ValueError(
+                f"num_frames is {self.num_frames}; the policy makes {self.policy.num_frames} "
+                "frames: leave num_frames out, or change the policy's"
+            )
+        rewards = Rewards(self.rewards, self.reward_weights)
+        rewards.check_policy(self.policy)
+        self.method.check(rewards)
 
     def dataset(self) -> Dataset:
         """The clips. ValueError where there are none."""

@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from flowalign.distributed import ALONE, Processes
-from flowalign.media_files import MediaProblem, decode
+from flowalign.media_files import MediaProblem, decode, digest
 from flowalign.preference.latent_files import is_latent, read_latent
 from flowalign.preference.loading import prefetched
 from flowalign.preference.store import Key, Keys, Store
@@ -39,8 +39,8 @@ class Latents:
         batch: int = 8,
         processes: Processes = ALONE,
     ):
-        """`dtype` is what is kept, `max_frames` how much of a video, null: all that there is at the
-        policy's rate; `batch` goes at once."""
+        """`dtype` is what is kept, `max_frames` how many evenly spaced frames of a video, null: as
+        many at such a rate as the policy makes; `batch` goes at once."""
         self.policy, self.dtype, self.max_frames, self.batch = policy, dtype, max_frames, batch
         self.store = Store(folder / self.encoder if folder else None, processes)
         self.num_encoded = 0
@@ -94,19 +94,17 @@ class Latents:
 
     def _key(self, medium: Media, flip: bool) -> Key:
         how = f" {flip} {self.max_frames} {self.dtype}"
-        how += f" {self.policy.fps}" if self.policy.fps else ""
+        if self.policy.fps:
+            how += f" {self.policy.fps} {self.policy.num_frames} {medium.fps}"
         return hashlib.sha256(self._digest(medium) + how.encode()).digest()
 
     def _digest(self, medium: Media) -> bytes:
         if medium.digest:
             return bytes.fromhex(medium.digest)
         if medium.path is None:
-            if medium.data is None:
-                raise ValueError("the medium has neither a path nor data")
-            return hashlib.sha256(medium.data).digest()
+            return digest(medium)
         if medium.path not in self._digests:
-            with Path(medium.path).open("rb") as file:
-                self._digests[medium.path] = hashlib.file_digest(file, "sha256").digest()
+            self._digests[medium.path] = digest(medium)
         return self._digests[medium.path]
 
     def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
@@ -139,13 +137,17 @@ class Latents:
                 if is_latent(medium):
                     found |= dict.fromkeys(keys, self._adopted(medium, flips=len(keys) > 1))
                     continue
-                fps = None if self.max_frames else self.policy.fps
-                pixels = decode(medium, self.max_frames, fps).pixels
+                pixels = self._pixels(medium)
                 mirrored = self._key(medium, True)
                 found |= {key: pixels.flip(-1) if key == mirrored else pixels for key in keys}
             except (OSError, ValueError) as error:
                 found |= dict.fromkeys(keys, str(error))
         return found
+
+    def _pixels(self, medium: Media) -> UInt8[Tensor, "F 3 H W"]:
+        if self.max_frames:
+            return decode(medium, self.max_frames).pixels
+        return decode(medium, fps=self.policy.fps, num_frames=self.policy.num_frames).pixels
 
     def _adopted(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
         """A latent that lies in a file. MediaProblem where it is not one of this policy."""

@@ -1,16 +1,24 @@
-"""What is wrong with the media of a pair, found without decoding them."""
+"""What is wrong with the media of a pair, found without decoding more than a frame."""
 
-import hashlib
 import io
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, UnidentifiedImageError
 
-from flowalign.media_files import MediaProblem
+from flowalign.display import Display
+from flowalign.media_files import (
+    MediaProblem,
+    digest,
+    frame_files,
+    is_video,
+    moving_pictures,
+    num_frames_of,
+)
 from flowalign.preference.latent_files import is_latent, latent_shape
-from flowalign.records import VIDEOS, Media
+from flowalign.records import Media
 
 _SIDEWAYS = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
@@ -21,7 +29,7 @@ Shape = tuple[int, int, int]
 
 @dataclass
 class Inspection:
-    """Looks at files once; of bytes nothing is kept."""
+    """Looks at files and folders of frames once; of bytes nothing is kept."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
     _digests: dict[str, bytes] = field(default_factory=dict)
@@ -72,18 +80,18 @@ class Inspection:
         return sizes[0] == sizes[1] and self.digest(first) == self.digest(second)
 
     def digest(self, medium: Media) -> bytes:
-        """A hash of the bytes."""
+        """A hash of the content."""
         if medium.path is None:
-            return _hash(medium.data or b"")
+            return digest(medium)
         if medium.path not in self._digests:
-            self._digests[medium.path] = _hash(Path(medium.path).read_bytes())
+            self._digests[medium.path] = digest(medium)
         return self._digests[medium.path]
 
     def shape(self, medium: Media) -> Shape:
-        """Width, height and frames, as the file's header says.
+        """Width, height and frames: of all that `decode` gives, by header and first frame.
 
         Raises:
-            MediaProblem: the file is missing, or not a picture or a video.
+            MediaProblem: the file is missing, or not a picture or a video; the folder is empty.
         """
         if medium.path is None:
             return _shape(medium)
@@ -102,59 +110,66 @@ class Inspection:
         if medium.path is None:
             return len(medium.data or b"")
         if medium.path not in self._sizes:
-            if not os.path.isfile(medium.path):
+            path = Path(medium.path)
+            if not path.exists():
                 raise MediaProblem(f"missing file: {medium.path}")
-            self._sizes[medium.path] = os.path.getsize(medium.path)
+            files = frame_files(path) if path.is_dir() else [path]
+            self._sizes[medium.path] = sum(file.stat().st_size for file in files)
         return self._sizes[medium.path]
 
 
 def _shape(medium: Media) -> Shape:
     if medium.path and is_latent(medium):
         return latent_shape(medium.path)
-    source = medium.path or io.BytesIO(medium.data or b"")
-    if medium.path is None or Path(medium.path).suffix.lower() not in VIDEOS:
-        try:
-            return _picture(source)
-        except UnidentifiedImageError as error:
-            if medium.path:
-                raise MediaProblem(
-                    f"unreadable picture: {medium.path} is of no known kind"
-                ) from error
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise MediaProblem(f"unreadable picture: {_name(medium)} ({error})") from error
-    return _video(source, _name(medium))
+    if medium.path and Path(medium.path).is_dir():
+        files = frame_files(Path(medium.path))
+        width, height, _ = _picture(files[0], str(files[0]))
+        return width, height, len(files)
+    source = Path(medium.path) if medium.path else io.BytesIO(medium.data or b"")
+    return (_video if is_video(medium) else _picture)(source, _name(medium))
 
 
-def _picture(source: str | io.BytesIO) -> Shape:
+def _picture(source: Path | io.BytesIO, name: str) -> Shape:
     """As it is shown: `decode` turns it as its EXIF data say."""
-    with Image.open(source) as image:
-        width, height = image.size
-        if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
-            return height, width, 1
-        return width, height, 1
+    try:
+        with Image.open(source) as image:
+            (width, height), frames = image.size, num_frames_of(image)
+            if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
+                return height, width, frames
+            return width, height, frames
+    except UnidentifiedImageError as error:
+        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaProblem(f"unreadable picture: {name} ({error})") from error
 
 
-def _video(source: str | io.BytesIO, name: str) -> Shape:
+def _video(source: Path | io.BytesIO, name: str) -> Shape:
     """Frames are counted where the header does not tell their number."""
     try:
         import av
     except ImportError as error:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
-    if isinstance(source, io.BytesIO):
-        source.seek(0)
     try:
-        with av.open(source, "r") as container:
-            if not container.streams.video:
-                raise MediaProblem(f"no frames: {name} has no video stream")
-            stream = container.streams.video[0]
-            frames = stream.frames or sum(1 for packet in container.demux(stream) if packet.size)
-            return stream.width, stream.height, frames
+        with av.open(source if isinstance(source, io.BytesIO) else str(source), "r") as container:
+            stream, display = moving_pictures(container, name), Display(name)
+            sides, count = None, 0
+            for packet in container.demux(stream):
+                count += packet.size > 0
+                sides = sides or next(_sizes(packet, display), None)
+                if sides and stream.frames:
+                    break
+            if not sides:
+                raise MediaProblem(f"no frames: {name}")
+            return *sides, stream.frames or count
     except av.FFmpegError as error:
         raise MediaProblem(f"unreadable video: {name} ({error.strerror})") from error
 
 
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+def _sizes(packet: Any, display: Display) -> Iterator[tuple[int, int]]:
+    """Width and height of the frames that a packet completes, as they are shown."""
+    for frame in packet.decode():
+        height, width, _ = display.show(frame).shape
+        yield width, height
 
 
 def _sides(shape: Shape) -> str:

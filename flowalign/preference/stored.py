@@ -55,6 +55,8 @@ class Stored(Source):
     """Folder of latents and prompt embeddings, shared by runs; null: in memory."""
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     max_frames: int | None = None
+    """Of a video at most so many, evenly spaced, whatever its rate; null: the first at the policy's
+    rate, as many as it makes."""
     mixed_shapes: bool = False
     """Also pairs whose media differ in size or frames: both are cropped to the policy's size."""
     flip: float = 0.0

@@ -2,6 +2,7 @@
 
 import filecmp
 import json
+import os
 from math import log
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from flowalign import cli
 from flowalign.clip_pairs import job
 from flowalign.clip_pairs.dense_dpo import DensePairs
-from flowalign.clip_pairs.run import load
+from flowalign.clip_pairs.local_dpo import LocalPairs
+from flowalign.clip_pairs.run import ClipPairs, load
 from flowalign.media_files import decode
 from flowalign.records import Media
 from flowalign.video_files import write_clip
@@ -148,6 +150,45 @@ def test_shards_make_what_one_process_makes_and_the_last_one_writes_the_lists(wr
     assert filecmp.cmpfiles(whole, parts, names, shallow=False) == (names, [], [])
 
 
+def test_a_process_that_ends_while_another_writes_the_lists_changes_nothing(
+    written, tmp_path, monkeypatch
+):
+    """The other finishes wholly before each rename of the first; every list is always whole."""
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
+    out = tmp_path / "out"
+    cfg, _ = load(str(tmp_path / "make.yaml"))
+    lists = {name: (out / name).read_bytes() for name in (job.TRAIN, job.HELD_OUT)}
+    replace, unlink, own = Path.replace, Path.unlink, os.getpid()
+    whole = []
+
+    def interleaved(self, target):
+        if os.getpid() == own:
+            monkeypatch.setattr(os, "getpid", lambda: own + 1)
+            job.finish(cfg, 3)
+            monkeypatch.setattr(os, "getpid", lambda: own)
+        whole.append({name: (out / name).read_bytes() for name in lists} == lists)
+        return replace(self, target)
+
+    def kept(self, missing_ok=False):
+        assert self.name not in lists, "a list that has rows is gone for a moment"
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "replace", interleaved)
+    monkeypatch.setattr(Path, "unlink", kept)
+    assert job.finish(cfg, 3) is not None
+    assert len(whole) == 3 + 3 * 3, "three files, before each of which the other writes three"
+    assert all(whole)
+    assert not [path for path in out.iterdir() if path.name.endswith(".tmp")]
+
+
+def test_a_list_that_has_no_rows_any_more_is_removed(written, tmp_path):
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
+    assert (tmp_path / "out" / job.HELD_OUT).exists()
+    assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
+    assert not (tmp_path / "out" / job.HELD_OUT).exists()
+    assert len(rows(tmp_path / "out", job.TRAIN)) == 5
+
+
 def test_held_out_pairs_are_of_other_prompts(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.5)) == 0
     train, held = (rows(tmp_path / "out", name) for name in (job.TRAIN, job.HELD_OUT))
@@ -179,7 +220,7 @@ def test_bad_clips_are_named_counted_and_do_not_stop_the_others(written, tmp_pat
 
 
 def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path, capsys):
-    method = {**DENSE, "init_args": {"seconds": 0.5, "margin": 0.02, "min_decided": 0.75}}
+    method = {**DENSE, "init_args": {"seconds": 0.5, "margin": 0.02, "min_decided": 0.7}}
     assert exit_code("clip-pairs", written(method, **REWARD, max_dropped_fraction=0.0)) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     (kind,) = summary["dropped"]
@@ -187,6 +228,35 @@ def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path
     assert 0 < summary["pairs"] == 5 - summary["dropped"][kind]["count"] < 5
     assert summary["faults"] == 0
     assert "too few segments with a preference" in capsys.readouterr().out
+
+
+def test_a_clip_whose_prompt_the_policy_does_not_know_is_named_and_the_others_are_made(
+    written, tmp_path, monkeypatch
+):
+    encode = VideoPixel.encode
+
+    def known(self, prompts):
+        if "ccc" in prompts:
+            raise ValueError("1 prompt(s) without a picture in x.jsonl, for example 'ccc'")
+        return encode(self, prompts)
+
+    monkeypatch.setattr(VideoPixel, "encode", known)
+    assert exit_code("clip-pairs", written(LOCAL, max_dropped_fraction=0.2)) == 0
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["pairs"] == 4
+    kind = summary["dropped"]["prompt that the policy does not take"]
+    assert kind["count"] == summary["faults"] == 1
+    assert "for example 'ccc'" in kind["first"][0]
+
+
+@pytest.mark.parametrize("num_frames", [5, 9])
+def test_another_number_of_frames_than_the_policys_is_refused_before_weights(num_frames):
+    policy = VideoPixel()
+    policy.num_frames = 7
+    with pytest.raises(ValueError, match=rf"num_frames is {num_frames}; the policy makes 7 frames"):
+        ClipPairs(policy=policy, clips="x", method=LocalPairs(), num_frames=num_frames)
+    for same in (None, 7):
+        ClipPairs(policy=policy, clips="x", method=LocalPairs(), num_frames=same)
 
 
 def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
@@ -203,6 +273,10 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
     [
         ({"policy": {"class_path": "tests.pixel.PixelPolicy"}}, "PixelPolicy makes pictures"),
         ({"rewards": [], "reward_weights": {}}, "rewards is empty"),
+        (
+            {"rewards": [{"class_path": "tests.pixel.Redness"}], "reward_weights": {"redness": 1}},
+            "reward 'redness' scores images; VideoPixel makes videos",
+        ),
         ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),
         ({"num_frames": 0}, "num_frames is 0"),
         ({"held_out": 1.0}, "held_out 1.0"),
@@ -353,15 +427,19 @@ MADE = sorted(Path("configs/clip_pairs").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", MADE, ids=[file.stem for file in MADE])
 def test_every_run_file_of_the_package_can_be_used_and_a_training_reads_what_it_writes(file):
-    cfg, text = load(str(file))
-    assert yaml.safe_load(text)["output_dir"] == f"runs/clip_pairs/{file.stem}" == cfg.output_dir
-    training = yaml.safe_load((file.parents[1] / "preference" / file.name).read_text())
-    data = training["data"]["init_args"]
-    assert data["path"] == f"{cfg.output_dir}/{job.TRAIN}"
-    assert data["held_out"] == f"{cfg.output_dir}/{job.HELD_OUT}"
-    # A latent says which encoder made it: sizes and frames must be those of the training.
-    mine = yaml.safe_load(text)["policy"]["init_args"]["video"]
-    assert training["policy"]["init_args"]["video"] == mine
+    cfg, _ = load(str(file))
+    assert cfg.output_dir == f"runs/clip_pairs/{file.stem}"
+    mine = yaml.safe_load(file.read_text())["policy"]["init_args"]["video"]
+    readers = 0
+    for training in (file.parents[1] / "preference").rglob("*.yaml"):
+        content = yaml.safe_load(training.read_text())
+        data = content["data"]["init_args"]
+        if data.get("path") == f"{cfg.output_dir}/{job.TRAIN}":
+            readers += 1
+            assert data["held_out"] == f"{cfg.output_dir}/{job.HELD_OUT}"
+            # A latent says which encoder made it: sizes and frames must be those of the training.
+            assert content["policy"]["init_args"]["video"] == mine
+    assert readers
 
 
 def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path, capsys):

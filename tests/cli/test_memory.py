@@ -7,6 +7,7 @@ import torch
 
 from flowalign import clips, memory
 from flowalign.branching import Tree
+from flowalign.config import load
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.memory import Part
@@ -41,7 +42,8 @@ def shapes(**sampling):
     """Two prompts of four samples, six steps of which two are trained."""
     run, _ = loaded(CONFIGS / "shapes.yaml")
     cfg = {"num_steps": 6, "window": Fixed(2, 4), "micro_batch": 3} | sampling
-    return replace(run, recipe=new_recipe(cfg, prompts_per_step=2, micro_batch=2), ema=None)
+    recipe = new_recipe(cfg, prompts_per_step=2, micro_batch=2)
+    return replace(run, recipe=recipe, ema=None, evaluation=replace(run.evaluation, micro_batch=2))
 
 
 def by_name(parts):
@@ -70,7 +72,7 @@ def test_states_kept_in_main_memory_and_halves_are_counted_as_such():
     assert (states.num_bytes, states.stage, states.savings) == (640_000_000, "main", {})
     table = memory.rows(parts, None)
     assert "states" not in table["memory, about"]
-    assert table["main memory, about"] == "640 MB per process for states"
+    assert table["main memory, about"] == "640 MB per process: states 640 MB"
     half = by_name(memory.rollout(shapes(states=Storage(dtype="bfloat16")), MODEL, 1, (2, 3)))
     assert half["states"].savings == {"recipe.sampling.states.device: cpu": 640_000_000}
 
@@ -83,29 +85,67 @@ def test_states_that_samples_share_are_counted_once():
     assert states.num_bytes == 2 * (1 + 2 + 4 + 4) * 40_000_000
 
 
-def test_what_is_completed_on_the_way_is_counted_in_float32():
+def gaining(**storage):
     """Gain values states 2, 3 and the outcome; the first two are finished on the way."""
-    run = shapes(states=Storage(dtype="bfloat16"))
-    run = replace(run, recipe=replace(run.recipe, credit=Gain()))
-    completed = by_name(memory.rollout(run, MODEL, 1, (2, 3)))["completions"]
-    assert (completed.num_bytes, completed.stage) == (2 * 8 * 40_000_000, "sampling")
+    run = shapes(states=Storage(**storage))
+    return replace(run, recipe=replace(run.recipe, credit=Gain()))
 
 
-def test_decoding_takes_what_a_micro_batch_of_the_rollout_takes():
-    decoding = by_name(memory.rollout(shapes(), MODEL, 1, (2, 3)))["decoding"]
-    assert (decoding.num_bytes, decoding.stage) == (3 * 900_000_000, "sampling")
+def test_what_is_completed_on_the_way_stays_in_float32_until_it_is_learned_from():
+    parts = by_name(memory.rollout(gaining(dtype="bfloat16"), MODEL, 1, (2, 3)))
+    kept, completing = parts["kept completions"], parts["completing"]
+    assert (kept.num_bytes, kept.stage) == (2 * 8 * 40_000_000, "always")
+    assert completing.num_bytes == 0, "they are counted already"
+
+
+@pytest.mark.parametrize(("at_once", "samples"), [(None, 8), (1, 4), (5, 8)])
+def test_completions_kept_in_main_memory_are_on_the_device_while_their_prompts_are_sampled(
+    at_once, samples
+):
+    run = gaining(device="cpu")
+    run = replace(run, recipe=replace(run.recipe, prompts_at_once=at_once))
+    parts = by_name(memory.rollout(run, MODEL, 1, (2, 3)))
+    kept, completing = parts["kept completions"], parts["completing"]
+    assert (kept.num_bytes, kept.stage) == (2 * 8 * 40_000_000, "main")
+    assert (completing.num_bytes, completing.stage) == (2 * samples * 40_000_000, "sampling")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "evaluation", "largest", "lower"),
+    [
+        (3, 2, 3, "evaluation.micro_batch: 1, recipe.sampling.micro_batch: 1"),
+        (1, 5, 5, "evaluation.micro_batch: 1"),
+        (4, 1, 4, "recipe.sampling.micro_batch: 1"),
+        (4, None, 4, "recipe.sampling.micro_batch: 1"),
+    ],
+)
+def test_decoding_takes_what_the_largest_micro_batch_of_rollout_and_evaluation_takes(
+    sampling, evaluation, largest, lower
+):
+    run = shapes(micro_batch=sampling)
+    held_out = replace(run.evaluation, micro_batch=evaluation) if evaluation else None
+    decoding = memory.decoding(replace(run, evaluation=held_out), MODEL)
+    assert (decoding.num_bytes, decoding.stage) == (largest * 900_000_000, "sampling")
     assert decoding.savings == {
-        "policy.memory.decode_frames: 1": 3 * 700_000_000,
-        "recipe.sampling.micro_batch: 1": 2 * 900_000_000,
+        "policy.memory.decode_frames: 1": largest * 700_000_000,
+        lower: (largest - 1) * 900_000_000,
     }
+
+
+def test_a_preference_run_decodes_what_it_evaluates():
+    files = [f"data.init_args.{name}={CONFIGS / 'shapes.yaml'}" for name in ("path", "held_out")]
+    run, _ = load(str(CONFIGS / "preference" / "shapes_dpo.yaml"), files)
+    some = replace(run, evaluation=replace(run.evaluation, micro_batch=7))
+    assert memory.decoding(some, MODEL).num_bytes == 7 * 900_000_000
+    none = replace(run, evaluation=None, data=replace(run.data, held_out=None))
+    assert memory.decoding(none, MODEL).num_bytes == 0
 
 
 def test_where_samples_are_decoded_one_after_another_one_is_counted():
     one = replace(MODEL, decodes_together=False)
-    decoding = by_name(memory.rollout(shapes(), one, 1, (2, 3)))["decoding"]
+    decoding = memory.decoding(shapes(), one)
     assert decoding.num_bytes == 900_000_000
-    assert decoding.savings == {"policy.memory.decode_frames: 1": 700_000_000,
-                                "recipe.sampling.micro_batch: 1": 0}  # fmt: skip
+    assert decoding.savings == {"policy.memory.decode_frames: 1": 700_000_000}
 
 
 def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
@@ -120,14 +160,16 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
     }
 
 
-def test_the_network_is_counted_with_its_optimizer_and_its_text_encoders():
+def test_the_network_is_counted_with_its_optimizer_and_once_more_while_it_is_verified():
     """Adapters: gradient, two moments and the weights themselves in float32."""
     parts = by_name(memory.network(shapes(), MODEL))
     assert parts["weights"].num_bytes == 4_000_000_000
     assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000
     assert parts["copies"].num_bytes == 0
-    assert parts["text encoders"].num_bytes == 5_000_000_000
-    assert parts["text encoders"].savings == {"policy.memory.offload_text: true": 5_000_000_000}
+    beside, again = parts["text encoders and VAE"], parts["saved weights"]
+    assert beside.num_bytes == 5_000_000_000
+    assert beside.savings == {"policy.memory.offload_text: true": 5_000_000_000}
+    assert (again.num_bytes, again.stage) == (4_000_000_000, "verifying")
 
 
 TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completions", 3, "sampling"),
@@ -137,6 +179,7 @@ TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completion
 def test_sampling_and_updating_take_turns_on_the_device():
     assert memory.peak(TURNS) == 70 + 23
     assert memory.peak([*TURNS, Part("reference", 9, "updating")]) == 70 + 28
+    assert memory.peak([*TURNS, Part("saved weights", 31, "verifying")]) == 70 + 31
 
 
 @pytest.mark.parametrize(
@@ -173,13 +216,14 @@ def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
     monkeypatch.setattr(type(run.policy), "plan", lambda _: MODEL)
     rows = plan(run)
     assert rows["memory, about"] == (
-        "20.8 GB per process: weights 4 GB, optimizer 480 MB, text encoders 5 GB, states 1.28 GB, "
+        "20.8 GB per process, without reward models: weights 4 GB, optimizer 480 MB, "
+        "text encoders and VAE 5 GB, saved weights 4 GB while verifying, states 1.28 GB, "
         "decoding 2.7 GB while sampling, activations 10 GB while updating"
     )
     assert rows["to lower activations"] == (
         "policy.memory.gradient_checkpointing: true saves 8 GB; recipe.micro_batch: 1 saves 5 GB"
     )
-    assert rows["to lower text encoders"] == "policy.memory.offload_text: true saves 5 GB"
+    assert rows["to lower text encoders and VAE"] == "policy.memory.offload_text: true saves 5 GB"
     assert rows["to lower decoding"].startswith("policy.memory.decode_frames: 1 saves 2.1 GB")
     assert "to lower states" not in rows, "less than a tenth"
 

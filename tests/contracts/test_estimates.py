@@ -7,11 +7,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipelines.estimates import encoder_parameters, hollow, peak_bytes
+from pipelines.hunyuan import HunyuanVideo
 from pipelines.ltx import LTX
 from pipelines.video import Memory, Video, decode_bytes
 from pipelines.wan import Wan
 
 WAN, LTX_FOLDER = "assets/golden/I_wan_pipeline", "assets/golden/I_ltx_pipeline"
+HUNYUAN = "assets/golden/I_hunyuan_pipeline"
 LTX_VIDEO = Video(height=64, width=96, num_frames=17, fps=8.0)
 
 
@@ -64,6 +66,21 @@ def test_decoding_more_frames_at_a_time_takes_more():
     assert some < more < whole
 
 
+@pytest.mark.parametrize("size", [None, 2, 8])
+def test_the_estimate_for_hunyuan_is_what_decoding_holds(size):
+    """10 latent frames; by itself the VAE decodes 5 at a time, and 9 in windows of 8 of ours."""
+    memory = Memory(decode_frames=size)
+    video = Video(height=32, width=48, num_frames=37, fps=24.0)
+    policy = HunyuanVideo(HUNYUAN, video, 2.0, lora=None, precision="fp32", memory=memory)
+    policy.load(torch.device("cpu"))
+    x = policy.noise(1, torch.Generator().manual_seed(3))
+    held = peak_bytes(lambda: policy.decode(x))
+    estimate = decode_bytes(policy, memory, policy.latent_shape)
+    assert estimate == pytest.approx(held, rel=0.05)
+    few = decode_bytes(policy, Memory(decode_frames=1), policy.latent_shape)
+    assert estimate > 1.1 * few
+
+
 def test_a_larger_video_takes_more_and_tiles_take_less():
     policy = Wan(WAN, video=Video(height=480, width=832, num_frames=9, fps=8.0))
     shape = (16, 3, 60, 104)
@@ -83,7 +100,9 @@ def test_the_plan_says_what_the_policy_could_be_told():
     saved = {saving.part: saving.saved_bytes for saving in plan.savings}
     recomputed = ltx(gradient_checkpointing=True).plan()
     assert saved["activations"] == plan.activation_bytes - recomputed.activation_bytes > 0
-    assert saved["text encoders"] == plan.text_bytes > 0
+    vae = 4 * sum(p.numel() for p in hollow(LTXPipeline, LTX_FOLDER).vae.parameters())
+    assert vae > 0, "in float32, and counted with the encoders of text"
+    assert saved["text encoders"] == plan.text_bytes - vae > 0
     assert plan.decodes_together
     assert plan.decode_bytes > 4 * 3 * 17 * 64 * 96
 
@@ -91,7 +110,8 @@ def test_the_plan_says_what_the_policy_could_be_told():
 def test_what_a_policy_does_already_is_no_advice():
     plan = ltx(gradient_checkpointing=True, offload_text=True, slice=True).plan()
     assert plan.savings == ()
-    assert (plan.text_bytes, plan.decodes_together) == (0, False)
+    vae = 4 * sum(p.numel() for p in hollow(LTXPipeline, LTX_FOLDER).vae.parameters())
+    assert (plan.text_bytes, plan.decodes_together) == (vae, False)
 
 
 def test_large_decoding_is_planned_with_what_takes_less(monkeypatch):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file
 
 from pipelines.hunyuan import HunyuanVideo
@@ -84,6 +85,21 @@ def test_the_schedule_shifts_even_steps_by_7(hunyuan):
     """7 s / (1 + 6 s) of 1, 3/4, 1/2, 1/4."""
     sigmas = hunyuan.new().schedule(4)
     torch.testing.assert_close(sigmas, torch.tensor([1, 5.25 / 5.5, 7 / 8, 0.7, 0]))
+
+
+def test_the_shift_of_the_folder_can_be_overridden(hunyuan):
+    """5 s / (1 + 4 s) of 1, 3/4, 1/2, 1/4; a pipeline with such a scheduler takes these steps."""
+    policy = hunyuan.new(shift=5.0)
+    sigmas = policy.schedule(4)
+    torch.testing.assert_close(sigmas, torch.tensor([1, 3.75 / 4, 2.5 / 3, 1.25 / 2, 0]))
+    assert torch.equal(policy.plan().sigmas(4), sigmas)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(
+        hunyuan.path, subfolder="scheduler", shift=5.0
+    )
+    policy.pipe.scheduler = scheduler
+    times = [step["time"] for step in official_steps(hunyuan, policy, noise(policy), 4)]
+    assert torch.equal(torch.stack(times), 1000 * sigmas[:-1])
+    assert torch.equal(scheduler.sigmas, sigmas)
 
 
 @pytest.mark.parametrize("run", ["embedded", "true_cfg"])

@@ -149,6 +149,11 @@ def test_the_shift_of_a_clip_is_that_of_hand(ltx):
     torch.testing.assert_close(sigmas, torch.tensor([1, stretched, 0.1, 0]), atol=1e-3, rtol=0)
 
 
+def test_a_shift_is_refused_where_the_number_of_tokens_sets_it(ltx):
+    with pytest.raises(ValueError, match=r"shift is 5.0.*\(FlowMatchEuler.*size of the video"):
+        of_clips(LTX, ltx.path, shift=5.0).plan()
+
+
 def test_one_step_goes_from_noise_to_data(ltx):
     """The official pipeline divides by zero: it stretches its first sigma to be its last."""
     assert ltx.new().schedule(1).tolist() == [1.0, 0.0]

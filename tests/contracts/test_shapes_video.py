@@ -55,7 +55,7 @@ def _fixed(scheduler, sigmas):
     """Sigmas of our schedule, and times as Wan is told them."""
 
     def set_timesteps(num_inference_steps, device=None, **_):
-        scheduler.sigmas, scheduler.timesteps = sigmas, (1000 * sigmas[:-1]).long()
+        scheduler.sigmas, scheduler.timesteps = sigmas, (1000 * sigmas[:-1]).floor()
         scheduler._step_index = None
 
     return set_timesteps
@@ -68,8 +68,8 @@ def test_a_plain_pipeline_call_with_guidance_is_right_now_and_then_but_leaves_ro
     prompts = PROMPTS[::2]
     frames = pipe(
         prompts, height=32, width=32, num_frames=9, num_inference_steps=12, guidance_scale=2.5,
-        generator=torch.Generator().manual_seed(0), output_type="pt",
+        max_sequence_length=16, generator=torch.Generator().manual_seed(0), output_type="pt",
     ).frames  # fmt: skip
     found = MovingShapesVerifier().score(MediaBatch(frames.float(), prompts)).values
     strict = float(found[:, -1].mean())
-    assert 0.1 < strict < 0.6
+    assert 0.2 < strict < 0.7

@@ -142,6 +142,16 @@ def test_slices_hold_one_sample(folders):
     assert peaks[1][1] < 0.8 * peaks[0][1]
 
 
+def test_of_slices_the_device_holds_one_film(folders):
+    """The meta device stands for a GPU: films are gathered in main memory."""
+    policies = [new(folders, slice=flag) for flag in (False, True)]
+    for policy, where in zip(policies, ("meta", "cpu"), strict=True):
+        policy.pipe.vae.to("meta")
+        policy.channelwise = lambda: (torch.zeros(1, device="meta"), torch.ones(1, device="meta"))
+        policy.pieces = lambda z: iter([torch.zeros(len(z), 3, 9, 32, 32, device=where)])  # noqa: B023
+        assert policy.decode(torch.empty(4, 16, 3, 4, 4, device="meta")).device.type == where
+
+
 def test_tiles_are_those_of_the_official_pipeline(folders):
     """Its tiles are 256 pixels: 288 is more than one."""
     size = {"height": 288, "width": 32, "num_frames": 1}

@@ -1,5 +1,6 @@
 """Files become frames exactly, or a reason."""
 
+import gc
 import io
 import sys
 
@@ -47,6 +48,62 @@ def test_a_video_has_its_frames_and_rate(tmp_path):
     assert light.sub(40 + 10 * torch.arange(12)).abs().max() < 4
     from_bytes = decode(Media(data=(tmp_path / "a.mp4").read_bytes()))
     assert torch.equal(from_bytes.pixels, clip.pixels)
+
+
+def turned(path, degrees, hflip=False, vflip=False) -> np.ndarray:
+    """A video of three frames that a player turns counter-clockwise, then mirrors; as stored."""
+    import av
+
+    stored = np.repeat(np.array([[40, 90], [160, 230]], np.uint8), 8, 0).repeat(16, 1)
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8, options={"crf": "0"})
+        stream.width, stream.height, stream.pix_fmt = 32, 16, "yuv444p"
+        stream.set_display_rotation(degrees, hflip=hflip, vflip=vflip)
+        for _ in range(3):
+            frame = av.VideoFrame.from_ndarray(stored[..., None].repeat(3, 2), "rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    return stored
+
+
+@pytest.mark.parametrize("degrees", [0, 90, 180, -90])
+@pytest.mark.parametrize("hflip", [False, True])
+@pytest.mark.parametrize("vflip", [False, True])
+def test_a_video_is_turned_and_mirrored_as_its_display_matrix_says(tmp_path, degrees, hflip, vflip):
+    stored = turned(tmp_path / "a.mp4", degrees, hflip, vflip)
+    expected = np.rot90(stored, degrees // 90)
+    expected = expected[:, ::-1] if hflip else expected
+    expected = expected[::-1] if vflip else expected
+    shown = decode(Media(str(tmp_path / "a.mp4"))).pixels
+    assert shown.shape == (3, 3, *expected.shape)
+    assert (shown.int() - torch.from_numpy(expected.astype(np.int32))).abs().max() <= 2
+
+
+def test_a_video_that_is_turned_by_no_right_angle_is_a_reason(tmp_path):
+    turned(tmp_path / "a.mp4", 30)
+    with pytest.raises(MediaProblem, match=r"^turned by no right angle: .*a.mp4$"):
+        decode(Media(str(tmp_path / "a.mp4")))
+
+
+def test_no_more_than_a_frame_of_a_decoded_clip_waits_for_garbage_collection(tmp_path):
+    """It would hold memory, and what it holds may not be freed by a process that was forked."""
+    import av
+
+    turned(tmp_path / "a.mp4", 90)
+    video(tmp_path / "b.mp4", 12)
+
+    def alive() -> int:
+        return sum(type(one) is av.VideoFrame for one in gc.get_objects())
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = alive()
+        for name in ("a.mp4", "b.mp4"):
+            decode(Media(str(tmp_path / name)))
+        assert alive() <= before + 2
+    finally:
+        gc.enable()
 
 
 def test_evenly_spaced_frames_keep_the_length_in_seconds(tmp_path):

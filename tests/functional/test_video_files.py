@@ -10,11 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from flowalign import video_files
 from flowalign.film import first_to_last, looping, pictures, reduced, thinned
 from flowalign.frame_choice import Choice, MediaProblem, Shown, at_rate, mean_rate
 from flowalign.grids import write_grid
 from flowalign.media_files import decode
 from flowalign.records import Media
+from flowalign.report_samples import cut_grid
 from flowalign.video_files import write_clip
 
 
@@ -28,12 +30,12 @@ def clip(num_frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
     return frames
 
 
-def uneven(path, moments, num_ticks=100) -> None:
+def uneven(path, moments, num_ticks=100, codec="mpeg4") -> None:
     """Frames of rising lightness at these moments, in ticks of 1 / num_ticks seconds."""
     import av
 
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=num_ticks)
+        stream = container.add_stream(codec, rate=num_ticks)
         stream.width = stream.height = 32
         stream.pix_fmt = "yuv420p"
         stream.codec_context.time_base = Fraction(1, num_ticks)
@@ -149,12 +151,23 @@ def test_nothing_is_left_beside_and_nothing_is_half_written(tmp_path, monkeypatc
     assert (tmp_path / "a.mp4").read_bytes() == before
 
 
+@pytest.mark.parametrize("name", ["a.mp4", "a.webm", "a.gif", "a"])
+def test_a_clip_whose_writing_fails_on_the_way_leaves_nothing(tmp_path, monkeypatch, name):
+    made = video_files._rows
+    monkeypatch.setattr(video_files, "_rows", lambda pixels: [*made(pixels)[:3], "no frame"])
+    with pytest.raises(Exception, match=r".") as raised:
+        write_clip(tmp_path / name, clip(5), 8.0)
+    assert not isinstance(raised.value, OSError)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "size", "fps", "message"),
     [
         ("a.mpg", (8, 8), 8.0, r"a.mpg ends in none of .mp4, .webm, .gif, .webp"),
         ("a.mp4", (65, 96), 8.0, "MP4 takes even sides, not 96 x 65"),
         ("a.gif", (8, 8), 0.0, "0.0 frames per second is not a frame rate"),
+        ("a.gif", (8, 8), 101.0, "a.gif: GIF takes up to 100 frames per second, not 101"),
         (".", (8, 8), 8.0, "exists; frames are written to a new folder"),
     ],
 )
@@ -269,6 +282,49 @@ def test_a_video_that_breaks_off_is_named(tmp_path, ending, keep):
         decode(Media(str(path)))
 
 
+@pytest.mark.parametrize("ending", [".mp4", ".webm"])
+@pytest.mark.parametrize("fps", [8.0, 15.0, 18.0, 24.0, 29.97, 60.0, 240.0])
+@pytest.mark.parametrize("num_frames", [1, 2, 9])
+def test_a_whole_video_is_none_that_breaks_off(tmp_path, ending, fps, num_frames):
+    """Headers round its length, to milliseconds or up."""
+    write_clip(tmp_path / f"a{ending}", clip(num_frames, 16, 16), fps)
+    found = decode(Media(str(tmp_path / f"a{ending}")))
+    assert len(found.pixels) == num_frames
+    assert found.fps == pytest.approx(fps, rel=1e-5)
+
+
+@pytest.mark.parametrize("fps", [8.0, 15.0, 29.97, 60.0])
+def test_a_webm_that_has_lost_its_last_frame_alone_is_named(tmp_path, fps):
+    path = tmp_path / "a.webm"
+    write_clip(path, torch.rand(9, 3, 32, 32, generator=torch.Generator().manual_seed(3)), fps)
+    data = path.read_bytes()
+    for cut in (200, 700, 1500):
+        path.write_bytes(data[:-cut])
+        with pytest.raises(MediaProblem, match=r"^truncated .* \(ends after ") as raised:
+            decode(Media(str(path)))
+        assert float(str(raised.value).split()[-4]) == pytest.approx(8 / fps, abs=2e-3)
+
+
+@pytest.mark.parametrize(("ending", "codec"), [(".mp4", "mpeg4"), (".webm", "libvpx-vp9")])
+@pytest.mark.parametrize("moments", [[0, 5, 20, 25, 30, 40, 60], [0, 30, 40, 41], [0, 1, 2, 50]])
+def test_a_whole_video_of_uneven_frames_is_none_that_breaks_off(tmp_path, ending, codec, moments):
+    uneven(tmp_path / f"a{ending}", moments, codec=codec)
+    assert lights(tmp_path / f"a{ending}") == [*range(len(moments))]
+
+
+@pytest.mark.parametrize("padding", [b"\0", b"\n", b"\r\n" + b"\0" * 600])
+def test_bytes_after_the_end_of_a_gif_are_no_damage(tmp_path, padding):
+    path = tmp_path / "a.gif"
+    write_clip(path, clip(4), 10.0)
+    whole, data = decode(Media(str(path))), path.read_bytes()
+    path.write_bytes(data + padding)
+    assert torch.equal(decode(Media(str(path))).pixels, whole.pixels)
+    assert torch.equal(decode(Media(data=data + padding)).pixels, whole.pixels)
+    path.write_bytes(data[:-1] + padding)
+    with pytest.raises(MediaProblem, match="has no end"):
+        decode(Media(str(path)))
+
+
 def test_a_video_with_other_bytes_in_its_middle_is_named(tmp_path):
     path = tmp_path / "a.mp4"
     data = bytearray(noisy(path, ".mp4"))
@@ -342,3 +398,14 @@ def test_a_sheet_has_a_row_of_frames_for_each_clip(tmp_path):
     moving = decode(Media(str(tmp_path / "a.webm")))
     assert moving.pixels.shape == (15, 3, 2 * (4 + 2) + 2, 2 * (6 + 2) + 2)
     assert write_grid(tmp_path / "b.png", clips[:, :1], 2, None) == "3 pictures, 2 a row"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("fps", [None, 8.0])
+def test_a_report_cuts_a_sheet_of_any_count_into_its_pictures(tmp_path, count, fps):
+    media = torch.rand(count, 1, 3, 4, 6, generator=torch.Generator().manual_seed(5))
+    write_grid(tmp_path / "a.png", media, 3, fps)
+    with Image.open(tmp_path / "a.png") as sheet:
+        cut = [np.asarray(one) for one in cut_grid(sheet, count, 1 if fps else 3)]
+    expected = media[:, 0].permute(0, 2, 3, 1).numpy()
+    assert np.allclose(np.stack(cut) / 255, expected, atol=1 / 255)

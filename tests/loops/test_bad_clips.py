@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from flowalign.clip_pairs.job import finish as pairs_made
+from flowalign.clip_pairs.job import run as make_pairs
+from flowalign.clip_pairs.local_dpo import LocalPairs
+from flowalign.clip_pairs.run import ClipPairs
 from flowalign.distributed import ALONE
 from flowalign.evaluate import Evaluation, evaluate
 from flowalign.preference.cache import Latents
@@ -18,7 +22,9 @@ from flowalign.records import Media
 from flowalign.rewards import Rewards
 from flowalign.scoring.job import Job, Speed, TooManyFailed, finish, run
 from flowalign.video_files import write_clip
+from tests.preference import stored
 from tests.scoring_rewards import Moving
+from tests.training import new_learner
 from tests.video_pixel import FRAMES, VideoPixel, Warmth, clip
 
 
@@ -93,6 +99,71 @@ def test_pairs_of_bad_clips_are_dropped_and_counted(folder):
     assert sorted(failed) == [1, 2, 4, 5]
     assert failed[4].startswith("truncated or damaged video: ")
     assert failed[5].startswith("too short: ")
+
+
+def of_frames(num_frames: int, fps: float) -> VideoPixel:
+    """One that says how many frames it makes, as policies of videos do."""
+    policy = VideoPixel(fps=fps)
+    policy.num_frames = num_frames
+    return policy
+
+
+def test_a_clip_that_is_shorter_than_the_policys_is_left_out_by_name(tmp_path):
+    """Also where the policy itself would take it."""
+    write_clip(tmp_path / "a.mp4", clip(0, 12), 4.0)
+    latents = Latents(of_frames(13, 4.0), None)
+    failed = latents.prepare([Media(str(tmp_path / "a.mp4"))], flips=False)
+    assert failed == {0: f"too short: {tmp_path / 'a.mp4'} gives 12 of the wanted 13 frames"}
+    assert latents.num_encoded == 0
+
+
+def test_frames_after_those_of_the_policy_are_not_looked_at(tmp_path):
+    """At 24 a second, frame 500 of a clip of 23.976 a second is wanted twice, and a WebM that
+    breaks off has lost its end alone."""
+    for name in ("long.mp4", "cut.webm"):
+        write_clip(tmp_path / name, clip(1, 520), 24000 / 1001)
+    half(tmp_path / "cut.webm", 0.8)
+    media = [Media(str(tmp_path / name)) for name in ("long.mp4", "cut.webm")]
+    latents = Latents(of_frames(FRAMES, 24.0), None)
+    assert latents.prepare(media, flips=False) == {}
+    expected = latents.policy.embed(clip(1, 520)[None, :FRAMES])
+    assert (latents.read(media, [False] * 2) - expected).abs().max() < 0.05
+    everything = Latents(VideoPixel(fps=24.0), None).prepare(media, flips=False)
+    assert everything[0].startswith("too few frames: ")
+    assert everything[1].startswith("truncated or damaged video: ")
+
+
+def test_clips_of_a_lower_rate_than_the_policys_are_refused_with_what_to_do(tmp_path):
+    for k in (0, 1):
+        write_clip(tmp_path / f"{k}.mp4", clip(k, 20), 8.0)
+    path = written(tmp_path / "p.jsonl", [{"prompt": "p", "chosen": "0.mp4", "rejected": "1.mp4"}])
+    with pytest.raises(ValueError, match=r"^1 of the 1 pairs .* are left out") as refused:
+        stored(path, new_learner(of_frames(FRAMES, 16.0)))
+    told = str(refused.value)
+    assert "1 too few frames: " in told
+    assert "0.mp4 has none between 0.000 and 0.125 s, and 16 a second are wanted: " in told
+    assert "leave it out, or set policy.video.fps to 8" in told
+    assert len(stored(path, new_learner(of_frames(FRAMES, 8.0))).units) == 1
+
+
+def test_pairs_made_of_clips_take_the_frames_of_the_policy_unless_told(tmp_path):
+    """Thirteen frames: a longer clip gives its first, and a shorter one nothing. A policy that does
+    not say how many is told."""
+    clips = tmp_path / "clips"
+    write_clip(clips / "long.mp4", clip(1, 520), 24000 / 1001)
+    write_clip(clips / "short.mp4", clip(2, 12), 24.0)
+    for name in ("long", "short"):
+        (clips / f"{name}.txt").write_text(name)
+    faults = {}
+    for num_frames, policy in ((None, of_frames(13, 24.0)), (12, VideoPixel(fps=24.0))):
+        cfg = ClipPairs(
+            policy=policy, clips=str(clips), method=LocalPairs(), num_steps=4,
+            num_frames=num_frames, output_dir=str(tmp_path / f"out{num_frames}"), device="cpu",
+        )  # fmt: skip
+        make_pairs(cfg, cfg.dataset(), (0, 1), lambda _: None)
+        faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).faults]
+    short = f"too short: {clips / 'short.mp4'} gives 12 of the wanted 13 frames"
+    assert faults == {None: [short], 12: []}
 
 
 def test_an_evaluation_of_clips_keeps_what_it_shows(tmp_path):

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from flowalign.clip_pairs.dense_dpo import DensePairs
 from flowalign.clip_pairs.local_dpo import LocalPairs
 from flowalign.clip_pairs.method import Dropped, Made
-from flowalign.clip_pairs.workshop import Clips, Workshop
+from flowalign.clip_pairs.workshop import Clips, Scores, Workshop
 from flowalign.functional.matching import noised
 from flowalign.rewards import Rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
@@ -172,12 +172,23 @@ def test_scores_of_a_copy_are_means_over_its_segments_and_only_of_weighted_dimen
 
 def test_differences_up_to_the_margin_are_ties_and_pairs_with_too_few_others_are_dropped():
     # Twice the difference counts: 1, -2, 0, 0.5 and 0, 2, -1, -1.
-    first, second = labelled(TABLE, margin=1.0, min_decided=0.25)[0]
+    first, second = labelled(TABLE, margin=1.0, min_decided=0.24)[0]
     assert isinstance(first, Made)
     assert [s["label"] for s in first.row["segments"]] == [0, -1, 0, 0]
     assert isinstance(second, Made)
-    for few in labelled(TABLE, margin=1.0, min_decided=0.26)[0]:
+    for few in labelled(TABLE, margin=1.0, min_decided=0.25)[0]:
         assert few == Dropped("too few segments with a preference: 25%", ordinary=True)
+
+
+@pytest.mark.parametrize(("decided", "kept"), [(1, False), (2, True)])
+def test_a_pair_is_kept_where_more_than_a_fifth_of_its_segments_has_a_preference(decided, kept):
+    """One of five is exactly a fifth, which a float32 mean is not."""
+    scores = Scores(torch.ones(2), {"warm": torch.ones(2)}, {})
+    labels = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0]) * (torch.arange(5) < decided)
+    problem = DensePairs()._problem([scores] * 5, {"a": 0, "b": 1}, labels)
+    assert problem == (
+        None if kept else Dropped("too few segments with a preference: 20%", ordinary=True)
+    )
 
 
 def test_a_pair_without_any_preference_is_dropped_whatever_is_asked():
@@ -211,7 +222,7 @@ def test_longer_segments_are_fewer_calls():
         ({"level": (0.65, 1.0)}, "within"),
         ({"seconds": 0.0}, "need seconds above 0"),
         ({"margin": -0.1}, "the margin at least 0"),
-        ({"min_decided": 1.2}, "and a share"),
+        ({"min_decided": 1.0}, "min_decided 1.0: .* a share below 1"),
     ],
 )
 def test_numbers_that_label_nothing_are_refused(changes, message):

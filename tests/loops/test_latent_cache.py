@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from flowalign.preference.cache import Intake, Latents, Texts
 from flowalign.preference.loading import prefetched
 from flowalign.preference.order import Order
 from flowalign.records import Media
+from flowalign.video_files import write_clip
 from tests.pixel import PixelPolicy
+from tests.video_pixel import clip
 
 
 class Columns(PixelPolicy):
@@ -125,6 +128,47 @@ def test_latents_made_otherwise_are_not_read(tmp_path, changes):
         other.read(media, [False, False])
     other.prepare(media, flips=False)
     assert other.num_encoded == 2
+
+
+@pytest.mark.parametrize(
+    ("policy", "medium"),
+    [({"fps": 4.0}, {}), ({"num_frames": 3}, {}), ({}, {"fps": 4.0})],
+    ids=["rate", "frames", "rate of the folder"],
+)
+def test_latents_of_other_frames_of_a_clip_are_not_read(tmp_path, policy, medium):
+    write_clip(tmp_path / "clip", clip(1, 12), 8.0)
+
+    def latents(**changes: float) -> Latents:
+        made = Columns()
+        for name, value in ({"fps": 8.0, "num_frames": 5} | changes).items():
+            setattr(made, name, value)
+        return Latents(made, tmp_path / "cache")
+
+    usual = Media(str(tmp_path / "clip"), fps=8.0)
+    assert latents().prepare([usual], flips=False) == {}
+    other, shown = latents(**policy), replace(usual, **medium)
+    with pytest.raises(ValueError, match="was not prepared"):
+        other.read([shown], [False])
+    failed = other.prepare([shown], flips=False)
+    if medium:
+        assert failed[0].startswith("too few frames: ")
+    else:
+        first = latents().read([usual], [False])
+        assert not torch.equal(other.read([shown], [False]), first)
+
+
+def test_a_folder_of_frames_is_encoded_once_by_its_content(tmp_path):
+    for name in ("a", "b"):
+        write_clip(tmp_path / name, clip(1), 4.0)
+    media = [Media(str(tmp_path / name)) for name in ("a", "b")]
+    latents = Latents(Columns(), tmp_path / "cache")
+    assert latents.prepare(media, flips=False) == {}
+    assert latents.num_encoded == 1
+    Image.new("RGB", (6, 4), (7, 90, 200)).save(tmp_path / "b" / "0003.png")
+    changed = Latents(Columns(), tmp_path / "cache")
+    assert changed.prepare(media, flips=False) == {}
+    assert (changed.num_encoded, changed.store.num_found) == (1, 1)
+    assert torch.equal(changed.read(media, [False] * 2), direct(Columns(), media, [False] * 2))
 
 
 def test_half_precision_is_half_the_size_and_reads_as_float32(tmp_path):

@@ -1,17 +1,19 @@
 """What a rollout stores: the states that someone looks at, where and how exactly as it was told."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from flowalign.algorithms.grpo import GRPO
-from flowalign.algorithms.surrogates import PPOClip
+from flowalign.algorithms.surrogates import PPOClip, RatioNorm
 from flowalign.branching import Comb, Tree
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.credit.redistribute import Redistribute
 from flowalign.functional.tail import Completion
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
-from flowalign.judging import judge, rollout, state_values
+from flowalign.judging import explore, judge, rollout, state_values
 from flowalign.minibatches import minibatches
 from flowalign.recipe import Online
 from flowalign.rollout import Storage, joined
@@ -160,12 +162,38 @@ def test_the_gate_of_replay_passes_with_states_kept_in_main_memory(dtype):
     assert metrics[0]["check/ratio_drift_3"] < 1e-6
 
 
+def test_trajectories_that_are_joined_give_up_what_they_kept():
+    """Also where rewards of the parts are still being computed: these see the samples alone."""
+    cfg = new_recipe(SIX, algorithm=GRPO(RatioNorm()), credit=Gain())
+    learner = moving_learner()
+    parts = [rollout(cfg, learner, [prompt], 0, s) for s, prompt in enumerate(("a", "ccc"))]
+    held = sum(map(num_bytes, parts))
+    both = joined(parts)
+    assert num_bytes(both) == held > 0
+    for part in parts:
+        assert not part.states
+        assert not part.means
+        assert not part.finished
+    assert both.means
+    assert len(both.finished) == 2
+
+
+def test_explored_lots_leave_no_state_beside_that_of_the_whole():
+    cfg, learner = new_recipe(SIX, prompts_at_once=1), moving_learner()
+    values = explore(cfg, learner, new_rewards(), THREE, 0, 0)
+    assert len(values.parts) == 3
+    assert [num_bytes(part.trajectory) for part in values.parts] == [0, 0, 0]
+    assert num_bytes(values.trajectory) == num_bytes(rollout(cfg, learner, THREE, 0, 0))
+
+
 def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
     """The meta device stands in for a GPU: `placed` must send there what is kept, means too."""
     monkeypatch.setattr(Storage, "placed", lambda _, x: x.to("meta"))
     cfg = new_recipe(SIX, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
     assert {state.device.type for state in trajectory.states.values()} == {"meta"}
+    completed = rollout(replace(cfg, credit=Gain()), moving_learner(), THREE, 0, 0).finished
+    assert [x.device.type for x in completed.values()] == ["meta", "meta"]
     assert trajectory.device.type == trajectory.logp.device.type == "cpu"
 
 
@@ -173,7 +201,7 @@ def test_joined_trajectories_find_their_own_states():
     """Of trees, whose rows are fewer than their samples."""
     cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
     first, second = (rollout(cfg, learner, [p], 0, s) for p, s in (("a", 0), ("ccc", 1)))
-    both = joined([first, second])
+    both = joined([replace(t, states=dict(t.states)) for t in (first, second)])
     for k in (2, 3, 4, 6):
         assert torch.equal(both.state(k), torch.cat([first.state(k), second.state(k)]))
         assert torch.equal(both.state(k, torch.tensor([6, 1])),

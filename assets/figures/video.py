@@ -1,0 +1,109 @@
+"""Draw the README's figure of video alignment from finished runs of several seeds.
+
+    python assets/figures/video.py runs/video
+
+Every folder there is METHOD-SEED. Writes `video.png` and `video.json` beside this script and prints
+the table; film strips are of the Flow-GRPO run with the smallest seed.
+"""
+
+import json
+import sys
+from pathlib import Path
+from statistics import mean, stdev
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import numpy as np
+from PIL import Image
+
+HERE = Path(__file__).parent
+NAMES = {
+    "grpo": "Flow-GRPO", "tempflow": "TempFlow-GRPO (dense)", "dpo": "DPO, own clips",
+    "dense_dpo": "DenseDPO, real clips redrawn", "clip_dpo": "DPO on DenseDPO's pairs",
+}  # fmt: skip
+PANELS = ("strict", "amount", "diversity")
+SHOWN = 5
+"""Film strips in the figure."""
+
+
+def read(root: Path) -> dict[str, list[dict]]:
+    """Summaries by method, in the order of seeds."""
+    found: dict[str, list[dict]] = {}
+    for file in sorted(root.glob("*-*/summary.json")):
+        method = file.parent.name.rpartition("-")[0]
+        if method in NAMES:
+            found.setdefault(method, []).append(json.loads(file.read_text()))
+    return {method: found[method] for method in NAMES if method in found}
+
+
+def figure(runs: dict[str, list[dict]], strips: Path) -> None:
+    """Above a dot for each seed, below clips before and after."""
+    fig = plt.figure(figsize=(11, 6.4), dpi=100, layout="constrained")
+    above, below = fig.subfigures(2, 1, height_ratios=[1, 1.25])
+    order = list(runs)[::-1]
+    axes = above.subplots(1, len(PANELS), sharey=True)
+    for panel, name in zip(axes, PANELS, strict=True):
+        before = next(iter(runs.values()))[0]["before"][name]
+        panel.axvline(before, color="#888888", lw=1, ls="--")
+        for row, method in enumerate(order):
+            values = [s["after"][name] for s in runs[method]]
+            panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
+            panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
+        panel.set(title=f"held-out {name} (dashed: before)")
+        panel.grid(axis="x", alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
+    _strips(below, strips)
+    fig.savefig(HERE / "video.png")
+
+
+def _strips(part, samples: Path) -> None:
+    """The same prompts and noises before and after, those first that changed most."""
+    about = json.loads((samples / "index.json").read_text())
+    first, last = (
+        np.asarray(Image.open(samples / f"step-{step:06d}.png").convert("RGB"))
+        for step in (about["steps"][0], about["steps"][-1])
+    )
+    height = first.shape[0] // len(about["prompts"])
+    rows = [slice(i * height, (i + 1) * height) for i in range(len(about["prompts"]))]
+    changed = [np.abs(last[r].astype(float) - first[r]).mean() for r in rows]
+    chosen = sorted(range(len(rows)), key=lambda i: -changed[i])[:SHOWN]
+    axes = part.subplots(SHOWN, 2)
+    for row, i in enumerate(chosen):
+        for axis, picture in zip(axes[row], (first, last), strict=True):
+            axis.imshow(picture[rows[i]], interpolation="nearest")
+            axis.axis("off")
+        axes[row][0].set_title(about["prompts"][i] + ": before", fontsize=8, pad=2)
+        axes[row][1].set_title("after", fontsize=8, pad=2)
+
+
+def table(runs: dict[str, list[dict]]) -> str:
+    """Every seed, and what it cost."""
+    lines = [
+        "| method | strict, each seed | gain | amount of motion | diversity | evaluations, "
+        "reward calls | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for method, some in runs.items():
+        gains = [s["after"]["strict"] - s["before"]["strict"] for s in some]
+        cells = [
+            NAMES[method],
+            " / ".join(f"{s['after']['strict']:.3f}" for s in some),
+            f"{mean(gains):+.3f}" + (f" ± {stdev(gains):.3f}" if len(gains) > 1 else ""),
+            " / ".join(f"{s['after']['amount']:.3f}" for s in some),
+            f"{mean([s['after']['diversity'] for s in some]):.2f}",
+            f"{some[0]['network_evaluations']:,}, {some[0].get('reward_calls', 0):,}",
+            " / ".join(f"{s['seconds']:.0f}" for s in some),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    found = read(root)
+    (HERE / "video.json").write_text(json.dumps(found, indent=1) + "\n")
+    figure(found, sorted(root.glob("grpo-*"))[0] / "samples")
+    print(table(found))  # noqa: T201
