@@ -123,7 +123,7 @@ class ModelPlan:
     decodes_together: bool = True
     """Whether a micro-batch is decoded at once, and not one sample after another."""
     text_bytes: int = 0
-    """Weights of text encoders that stay on the device."""
+    """Weights of text encoders that stay on the device, and of the VAE where it is known."""
     savings: Sequence[Saving] = ()
     """What the policy could be told to need less; none for what it already does."""
 

@@ -21,7 +21,7 @@ from PIL import Image
 HERE = Path(__file__).parent
 NAMES = {
     "grpo": "Flow-GRPO", "tempflow": "TempFlow-GRPO (dense)", "dpo": "DPO, own clips",
-    "dense_dpo": "DenseDPO, real clips redrawn", "clip_dpo": "DPO on DenseDPO's pairs",
+    "dense_dpo": "DenseDPO, real clips redrawn",
 }  # fmt: skip
 PANELS = ("strict", "amount", "diversity")
 SHOWN = 5
@@ -40,7 +40,7 @@ def read(root: Path) -> dict[str, list[dict]]:
 
 def figure(runs: dict[str, list[dict]], strips: Path) -> None:
     """Above a dot for each seed, below clips before and after."""
-    fig = plt.figure(figsize=(11, 6.4), dpi=100, layout="constrained")
+    fig = plt.figure(figsize=(11, 6.8), dpi=100, layout="constrained")
     above, below = fig.subfigures(2, 1, height_ratios=[1, 1.25])
     order = list(runs)[::-1]
     axes = above.subplots(1, len(PANELS), sharey=True)
@@ -51,7 +51,7 @@ def figure(runs: dict[str, list[dict]], strips: Path) -> None:
             values = [s["after"][name] for s in runs[method]]
             panel.plot(values, [row] * len(values), "o", ms=5, color="#0072b2", alpha=0.7)
             panel.plot([mean(values)] * 2, [row - 0.3, row + 0.3], color="#222222", lw=2)
-        panel.set(title=f"held-out {name} (dashed: before)")
+        panel.set_title(f"held-out {name} (dashed: before)", fontsize=9)
         panel.grid(axis="x", alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     axes[0].set_yticks(range(len(order)), [NAMES[m] for m in order])
