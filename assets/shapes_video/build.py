@@ -6,7 +6,9 @@ It stops before it is good: about one clip in eight is right without guidance, o
 2.5, so that alignment has something to do.
 Two stages: a small AutoencoderKLWan (four times smaller per side, twice in time) on rendered clips,
 then a WanTransformer3DModel together with its UMT5 text encoder by conditional flow matching on its
-latents. The prompts of the *unseen* split never occur.
+latents. The prompts of the *unseen* split never occur. The committed weights were made by these
+stages one at a time, the autoencoder's with a rate that fell by the clock (540 seconds) and not by
+steps: a run of this script gives others.
 """
 
 import argparse
