@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.clip_pairs.method import Method
 from flowalign.clip_pairs.workshop import Workshop
 from flowalign.distributed import join
-from flowalign.errors import ConfigError
-from flowalign.paths import bundled
 from flowalign.readers import Dataset, open_dataset
 from flowalign.rewards import Rewards
+from flowalign.typed_files import load_typed
 from flowalign.types import Policy, RewardModel
 
 
@@ -114,18 +111,4 @@ def load(config: str, overrides: Sequence[str] = ()) -> tuple[ClipPairs, str]:
     Raises:
         ConfigError: in at most five lines, naming the key or value.
     """
-    path = Path(bundled(config))
-    if not path.is_file():
-        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
-    parser = ArgumentParser(prog="flowalign clip-pairs", exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(ClipPairs, None, fail_untyped=True)
-    dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
-    try:
-        parsed = parser.parse_args(["--config", str(path), *dashed])
-        text = parser.dump(parsed, skip_none=False)
-        built = parser.instantiate_classes(parsed)
-        return ClipPairs(**{name: built[name] for name in ClipPairs.__dataclass_fields__}), text
-    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
-        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-        raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error
+    return load_typed(ClipPairs, "flowalign clip-pairs", config, overrides)

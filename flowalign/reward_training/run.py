@@ -8,12 +8,10 @@ from typing import Any, Literal
 
 import torch
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
 
-from flowalign.errors import ConfigError
 from flowalign.functional.rating import Features
 from flowalign.learner import Optimizer
-from flowalign.paths import bundled, write_text
+from flowalign.paths import write_text
 from flowalign.readers import open_dataset
 from flowalign.records import Record
 from flowalign.reward_training.embeddings import Embeddings
@@ -23,6 +21,7 @@ from flowalign.reward_training.losses import LabelKind
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.training import RewardTrainer, drawing, frames_for
 from flowalign.tracking import Tracker
+from flowalign.typed_files import load_typed
 from flowalign.types import Backbone, Head
 
 STATE, MODEL = "state.safetensors", "model"
@@ -92,21 +91,7 @@ def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str
     Raises:
         ConfigError: in at most five lines, naming the key or value.
     """
-    path = Path(bundled(config))
-    if not path.is_file():
-        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
-    parser = ArgumentParser(prog="flowalign reward train", exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(RewardRun, None, fail_untyped=True)
-    dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
-    try:
-        parsed = parser.parse_args(["--config", str(path), *dashed])
-        text = parser.dump(parsed, skip_none=False)
-        built = parser.instantiate_classes(parsed)
-        return RewardRun(**{name: built[name] for name in RewardRun.__dataclass_fields__}), text
-    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
-        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
-        raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error
+    return load_typed(RewardRun, "flowalign reward train", config, overrides)
 
 
 def train(
