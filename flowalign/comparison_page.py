@@ -3,7 +3,6 @@
 import io
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,7 @@ from PIL import Image
 
 from flowalign.charts import data_address, style
 from flowalign.comparison import AXES, Axis, Band, Comparison, Row, Spread, leads
-from flowalign.paths import write_text
+from flowalign.paths import aside, write_text
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
 COLOURS = ("#1c1c1c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#882255",
@@ -33,9 +32,9 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     out.mkdir(parents=True, exist_ok=True)
     content = {"missing": list(missing)} | asdict(comparison)
     write_text(out / "compare.json", json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
-    partial = out / ".compare.png.tmp"
-    partial.write_bytes(picture(comparison))
-    os.replace(partial, out / "compare.png")
+    drawn = picture(comparison)
+    with aside(out / "compare.png") as partial:
+        partial.write_bytes(drawn)
     earned = credit_pictures(out, comparison)
     write_text(out / "compare.html", page(out.resolve().name, comparison, missing, earned))
 

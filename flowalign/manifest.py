@@ -1,10 +1,11 @@
 """What decided the files of a folder, so that the same command goes on there and others do not."""
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from flowalign.paths import write_text
 
 
 def agree(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
@@ -14,10 +15,7 @@ def agree(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
         ValueError: naming what differs; `maker` is who fills such a folder.
     """
     compare(manifest, settings, maker)
-    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
-    partial = manifest.with_name(f".{manifest.name}.{os.getpid()}.tmp")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(manifest)
+    write_text(manifest, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def compare(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:

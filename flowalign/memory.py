@@ -16,9 +16,9 @@ _LARGE = 10**9
 """Bytes from which on a part is worth a hint, if it is a tenth of the whole as well."""
 _STATES = "recipe.sampling.states"
 
-Stage = Literal["always", "sampling", "updating", "verifying", "main"]
+Stage = Literal["always", "encoding", "sampling", "updating", "verifying", "main"]
 """When a part is on the device; main: never, it is in main memory."""
-_TURNS = ("sampling", "updating", "verifying")
+_TURNS = ("encoding", "sampling", "updating", "verifying")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def rows(parts: Sequence[Part], available: int | None) -> dict[str, str]:
 
 def network(run: AnyRun, model: ModelPlan) -> list[Part]:
     """Denoiser, optimizer, copies of what is trained, what stays beside them, and the denoiser that
-    is read once more to verify what was saved: of two networks both, though they take turns."""
+    is read once more to verify what was saved."""
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     copies = 0
     if isinstance(run, PreferenceRun):
@@ -78,7 +78,9 @@ def network(run: AnyRun, model: ModelPlan) -> list[Part]:
         Part("optimizer", model.trainable * 4 * (4 - whole + bool(run.ema))),
         Part("copies", model.trainable * 4 * (whole + copies)),
         Part("text encoders and VAE", model.text_bytes, savings=_told(model, "text encoders", 1)),
-        Part("saved weights", weights, "verifying"),
+        Part("text encoders", model.offloaded_bytes, "encoding"),
+        Part("offloaded text encoders", model.offloaded_bytes, "main"),
+        Part("saved weights", weights // model.networks, "verifying"),
     ]
 
 

@@ -21,7 +21,7 @@ def bundled(path: str) -> str:
 def write_text(path: Path, text: str) -> None:
     """Write aside and rename, so that a reader never finds half a file."""
     with aside(path) as partial:
-        partial.write_text(text)
+        partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager

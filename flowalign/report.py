@@ -7,7 +7,6 @@ page out.
 import contextlib
 import io
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from flowalign.calibration import read_calibration
 from flowalign.calibration_chart import draw_calibration
 from flowalign.charts import Lines, chart, data_address, num_smoothed, panels, weights_in
 from flowalign.console import duration
+from flowalign.paths import write_text
 from flowalign.report_samples import read_json, samples
 from flowalign.tracking import read_metrics
 
@@ -81,10 +81,8 @@ def write_report(folder: Path) -> Path:
         changes=changes,
         config=config.read_text(encoding="utf-8") if config.exists() else "",
     )
-    temporary = folder / "report.html.tmp"
-    temporary.write_text(page, encoding="utf-8")
     target = folder / "report.html"
-    os.replace(temporary, target)
+    write_text(target, page)
     return target
 
 

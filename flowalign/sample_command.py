@@ -20,7 +20,7 @@ from rich.console import Console
 from flowalign.console import Progress
 from flowalign.errors import ConfigError
 from flowalign.manifest import agree
-from flowalign.paths import write_text
+from flowalign.paths import aside, write_text
 
 if TYPE_CHECKING:
     import torch
@@ -257,9 +257,9 @@ def _write(file: Path, frames: "Tensor", fps: float | None) -> None:
     if fps:
         write_clip(file, frames, fps)
         return
-    partial = file.with_name(f".{file.name}.tmp")
-    Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy()).save(partial, format="PNG")
-    partial.replace(file)
+    picture = Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy())
+    with aside(file) as partial:
+        picture.save(partial, format="PNG")
 
 
 def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:

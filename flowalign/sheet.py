@@ -1,12 +1,13 @@
 """A page that is drawn on in inches, y growing downwards, and a scale of colours around 0."""
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from flowalign.paths import aside
 
 Cells = Sequence[Sequence[float | None]]
 MARGIN = 0.2
@@ -77,9 +78,8 @@ class Sheet:
         self.figure.set_size_inches(self.width, height)
         self.axes.set(xlim=(0, self.width), ylim=(height, 0))
         self.axes.axis("off")
-        partial = png.with_name(f".{png.name}.tmp")
-        self.figure.savefig(partial, format="png", facecolor="white")
-        os.replace(partial, png)
+        with aside(png) as partial:
+            self.figure.savefig(partial, format="png", facecolor="white")
 
 
 class Scale:

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from flowalign.paths import write_text
+
 TrackerName = Literal["tensorboard", "wandb"]
 FILE = "metrics.jsonl"
 
@@ -123,9 +125,7 @@ def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
     """The rows that stay; the file holds exactly these afterwards and is never half written."""
     rows = [row for row in _rows(file) if keep_until is None or row["step"] < keep_until]
     if file.exists():
-        temporary = file.with_name(file.name + ".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        os.replace(temporary, file)
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
     return rows
 
 

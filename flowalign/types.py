@@ -124,6 +124,10 @@ class ModelPlan:
     """Whether a micro-batch is decoded at once, and not one sample after another."""
     text_bytes: int = 0
     """Weights of text encoders that stay on the device, and of the VAE where it is known."""
+    offloaded_bytes: int = 0
+    """Weights of text encoders that wait in main memory."""
+    networks: int = 1
+    """Of equal size among the parameters, such as experts; saved and verified one at a time."""
     savings: Sequence[Saving] = ()
     """What the policy could be told to need less; none for what it already does."""
 

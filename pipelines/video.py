@@ -231,6 +231,7 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
         decode_bytes=decoding,
         decodes_together=not memory.slice,
         text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
+        offloaded_bytes=encoders if memory.offload_text else 0,
         savings=tuple(savings),
     )
 

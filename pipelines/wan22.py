@@ -95,7 +95,7 @@ class Wan22(Wan):
     def plan(self) -> ModelPlan:
         one = super().plan()
         trainable = len(self.parts) * one.trainable
-        return replace(one, parameters=2 * one.parameters, trainable=trainable)
+        return replace(one, parameters=2 * one.parameters, trainable=trainable, networks=2)
 
     def assembled(self, components: Mapping[str, Any]) -> TwoNetworks:
         ratio = self.experts.boundary_ratio

@@ -5,6 +5,8 @@ length is such a pixel, whatever the size of the video.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +23,8 @@ _RATE = 8
 """Frames per second at which VBench looks at motion."""
 _MOVING = 6.0
 """Pixels between two such frames above which there is motion."""
+_KEPT = 4096
+"""Clips whose motion is remembered, a few hundred bytes each."""
 
 
 def grey(frames: UInt8[np.ndarray, "F h w 3"], width: int, height: int) -> list[Any]:
@@ -55,12 +59,42 @@ def fastest(field: Float[np.ndarray, "h w 2"]) -> float:
     return float(np.partition(speed, -count)[-count:].mean())
 
 
-def _of_clip(frames: Float[Tensor, "F 3 h w"]) -> list[np.ndarray]:
-    height, width = frames.shape[2:]
+@dataclass(frozen=True)
+class Motion:
+    """What the flow of a clip comes to, in pixels."""
+
+    speeds: tuple[float, ...]
+    """`fastest` of each pair of frames."""
+    acceleration: float
+    """`flow_acceleration`; NaN of two frames."""
+
+
+_known: dict[bytes, Motion] = {}
+
+
+def motion_of(frames: Float[Tensor, "F 3 h w"]) -> Motion:
+    """Of a clip, remembered by content: the rewards of a run ask about the same clips."""
+    # One by one: a whole clip of floats, rounded, is no longer in any cache.
+    pictures = [to_bytes(frame[None]) for frame in frames]
+    digest = blake2b(repr(frames.shape).encode(), digest_size=16)
+    for picture in pictures:
+        digest.update(np.ascontiguousarray(picture))
+    key = digest.digest()
+    if key not in _known:
+        for oldest in list(_known)[: len(_known) + 1 - _KEPT]:
+            _known.pop(oldest, None)
+        fields = _fields(pictures, *frames.shape[2:])
+        acceleration = flow_acceleration(fields) if len(fields) > 1 else float("nan")
+        _known[key] = Motion(tuple(map(fastest, fields)), acceleration)
+    return _known[key]
+
+
+def _fields(
+    pictures: Sequence[UInt8[np.ndarray, "1 h w 3"]], height: int, width: int
+) -> list[Float[np.ndarray, "H W 2"]]:
     scale = SIDE / min(height, width)
     size = round(width * scale), round(height * scale)
-    # One by one: a whole clip of floats, rounded, is no longer in any cache.
-    return flows([picture for frame in frames for picture in grey(to_bytes(frame[None]), *size)])
+    return flows([frame for picture in pictures for frame in grey(picture, *size)])
 
 
 class FlowSmoothness(RuleReward):
@@ -84,7 +118,7 @@ class FlowSmoothness(RuleReward):
         """Flow of all neighbouring frames."""
         if sample.media.shape[1] < 3:
             raise Unscorable("smoothness needs at least three frames")
-        acceleration = flow_acceleration(_of_clip(sample.media[0]))
+        acceleration = motion_of(sample.media[0]).acceleration
         return (1 / (1 + acceleration),), {"flow_acceleration": acceleration}
 
 
@@ -119,6 +153,6 @@ class DynamicDegree(RuleReward):
         frames = sample.media[0, ::step]
         if len(frames) < 2:
             raise Unscorable(f"it has one frame at {_RATE} frames per second")
-        speeds = [fastest(field) for field in _of_clip(frames)]
+        speeds = motion_of(frames).speeds
         dynamic = sum(speed > _MOVING for speed in speeds) >= max(1, round(len(frames) / 4))
         return (float(dynamic), float(np.mean(speeds))), {}

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from flowalign.pairing.rules import Choice, Rule, staged
 from flowalign.pairing.table import Table
+from flowalign.paths import aside
 from flowalign.preference.inspection import Inspection
 from flowalign.preference.tally import Tally
 from flowalign.records import Media
@@ -159,10 +159,9 @@ def scores(job: Job, row: int) -> dict[str, float]:
 
 def write(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write a JSONL file aside and rename it."""
-    partial = folder / f".{name}.{os.getpid()}.tmp"
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    partial.replace(folder / name)
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    with aside(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
 
 
 def check_folder(folder: Path) -> None:

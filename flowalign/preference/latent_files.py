@@ -3,7 +3,6 @@
 What a policy made itself need not go through its decoder, a video codec and its encoder.
 """
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.media_files import MediaProblem
+from flowalign.paths import aside
 from flowalign.records import Media
 
 _NAME, _ENCODER = "latent", "encoder"
@@ -27,9 +27,8 @@ def is_latent(medium: Media) -> bool:
 
 def save_latent(path: Path, latent: Float[Tensor, "*latent"], encoder: str) -> None:
     """Write a latent aside and rename it; `encoder` is the first of `Policy.encoders`."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file({_NAME: latent.detach().cpu().contiguous()}, partial, {_ENCODER: encoder})
-    partial.replace(path)
+    with aside(path) as partial:
+        save_file({_NAME: latent.detach().cpu().contiguous()}, partial, {_ENCODER: encoder})
 
 
 def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:

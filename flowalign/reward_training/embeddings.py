@@ -6,7 +6,6 @@ never changed: several processes may share a folder, and a kill loses at most on
 """
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowalign.functional.rating import Features
+from flowalign.paths import aside
 from flowalign.records import Media
 from flowalign.types import Backbone, MediaBatch
 
@@ -104,16 +104,13 @@ class Embeddings:
 
     def _write(self, folder: Path, keys: Sequence[Key], features: Features) -> None:
         name = hashlib.sha256(b"".join(keys)).hexdigest()[:32]
-        aside = folder / f".{name}.{os.getpid()}.tmp"
         table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
         rows = {"key": table, "joint": features.joint, "prompt": features.prompt}
         try:
-            save_file({k: v.contiguous() for k, v in rows.items()}, aside)
-            aside.replace(folder / f"{name}.safetensors")
+            with aside(folder / f"{name}.safetensors") as partial:
+                save_file({k: v.contiguous() for k, v in rows.items()}, partial)
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error
-        finally:
-            aside.unlink(missing_ok=True)
 
     def _read(self, file: Path) -> None:
         try:

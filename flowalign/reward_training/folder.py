@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from flowalign.paths import aside
 from flowalign.reward_training.card import card
 from flowalign.reward_training.figures import calibrated, figures, tie_threshold, units
 from flowalign.reward_training.labels import PARTS
@@ -118,16 +119,16 @@ def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]
         "temperatures": temperatures, "best_epoch": trainer.best_epoch,
         "figures": _figures(trainer),
     }  # fmt: skip
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    new = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
     tensors = {f"rater.{n}": t for n, t in trainer.rater.state_dict().items()}
     adapters = trainer.trained().items()
     tensors |= {n: p for n, p in adapters if n.startswith("backbone.")}
-    _write(aside / "model.safetensors", tensors, {"format": FORMAT})
-    (aside / "config.json").write_text(json.dumps(_finite(config), indent=1) + "\n")
-    (aside / "README.md").write_text(card(config))
-    _swap(aside, folder)
+    _write(new / "model.safetensors", tensors, {"format": FORMAT})
+    (new / "config.json").write_text(json.dumps(_finite(config), indent=1) + "\n")
+    (new / "README.md").write_text(card(config))
+    _swap(new, folder)
     return config
 
 
@@ -182,21 +183,19 @@ def _finite(value: Any) -> Any:
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    aside = path.with_name(f".{path.name}.tmp")
+    whole = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
     try:
-        save_file({n: t.detach().cpu().contiguous() for n, t in tensors.items()}, aside, metadata)
-        os.replace(aside, path)
+        with aside(path) as partial:
+            save_file(whole, partial, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
-def _swap(aside: Path, folder: Path) -> None:
+def _swap(new: Path, folder: Path) -> None:
     """Rename; what was there before stays until the new folder has its name."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         os.replace(folder, old)
-    os.replace(aside, folder)
+    os.replace(new, folder)
     shutil.rmtree(old, ignore_errors=True)

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowalign.paths import aside
+
 Row = Mapping[str, Any]
 FORMATS = ("parquet", "jsonl")
 FIXED = {
@@ -37,12 +39,10 @@ class Parts:
     def write(self, block: int, rows: Sequence[Row]) -> None:
         """Save the rows of a block."""
         lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        partial = self.folder / f".{block}.{os.getpid()}.tmp"
-        with partial.open("w", encoding="utf-8") as file:
+        with aside(self._path(block)) as partial, partial.open("w", encoding="utf-8") as file:
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(self._path(block))
 
     def rows(self, blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
         """The saved rows of these blocks, in order.
@@ -84,13 +84,12 @@ def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
     """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
     columns = _columns(parts.rows(blocks))
     rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
-    partial = table.with_name(f".{table.name}.tmp")
-    if table.suffix == ".parquet":
-        _write_parquet(partial, rows, columns)
-    else:
-        with partial.open("w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    partial.replace(table)
+    with aside(table) as partial:
+        if table.suffix == ".parquet":
+            _write_parquet(partial, rows, columns)
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _columns(rows: Iterator[Row]) -> dict[str, str]:

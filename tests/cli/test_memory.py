@@ -172,6 +172,20 @@ def test_the_network_is_counted_with_its_optimizer_and_once_more_while_it_is_ver
     assert (again.num_bytes, again.stage) == (4_000_000_000, "verifying")
 
 
+def test_of_several_networks_one_at_a_time_is_verified():
+    part = by_name(memory.network(shapes(), replace(MODEL, networks=2)))["saved weights"]
+    assert part.num_bytes == 2_000_000_000
+
+
+def test_offloaded_encoders_wait_in_main_memory_and_come_while_prompts_are_encoded():
+    parts = memory.network(shapes(), replace(MODEL, text_bytes=1, offloaded_bytes=7_000_000_000))
+    stages = {part.stage: part.num_bytes for part in parts if part.num_bytes == 7_000_000_000}
+    assert set(stages) == {"encoding", "main"}
+    table = memory.rows(parts, None)
+    assert "text encoders 7 GB while encoding" in table["memory, about"]
+    assert table["main memory, about"] == "7 GB per process: offloaded text encoders 7 GB"
+
+
 TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completions", 3, "sampling"),
          Part("activations", 19, "updating"), Part("states", 1000, "main")]  # fmt: skip
 

@@ -112,6 +112,7 @@ def test_what_a_policy_does_already_is_no_advice():
     assert plan.savings == ()
     vae = 4 * sum(p.numel() for p in hollow(LTXPipeline, LTX_FOLDER).vae.parameters())
     assert (plan.text_bytes, plan.decodes_together) == (vae, False)
+    assert plan.offloaded_bytes == ltx().plan().text_bytes - vae > 0
 
 
 def test_large_decoding_is_planned_with_what_takes_less(monkeypatch):

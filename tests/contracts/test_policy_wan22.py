@@ -105,6 +105,7 @@ def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
     assert reached == wanted == set(TRAINED[train])
     plan = policy.plan()
     parameters = list(policy.denoiser.named_parameters())
+    assert plan.networks == 2
     assert plan.trainable == sum(p.numel() for _, p in parameters if p.requires_grad)
     assert plan.parameters == sum(p.numel() for n, p in parameters if "lora_" not in n)
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models import motion
 from reward_models.backbones import Encoder
 from reward_models.drift import Drift
 from reward_models.motion import (
@@ -51,6 +52,25 @@ def test_consistency_by_hand():
     second = 0, (1 + 0) / 2  # negative cosines count as 0
     expected = torch.tensor([sum(first) / 2, sum(second) / 2])
     torch.testing.assert_close(consistency(features), expected)
+
+
+def test_the_rewards_of_a_run_share_the_flow_of_a_clip(monkeypatch):
+    """Of the same clip it is computed once, whoever asks; of another one again."""
+    asked, compute = [], motion.flows
+    monkeypatch.setattr(motion, "flows", lambda pictures: asked.append(1) or compute(pictures))
+    monkeypatch.setattr(motion, "_known", {})
+    monkeypatch.setattr(motion, "_KEPT", 2)
+    clips = [moving([(40, 40), (40, 43), (42, 40 + last)]) for last in (1, 6, 9)]
+    batch = MediaBatch(torch.stack(clips[:2]), ["", ""], fps=[8.0, 8.0])
+    smooth, dynamic = FlowSmoothness().score(batch).values, DynamicDegree().score(batch).values
+    assert len(asked) == 2
+    assert smooth[0] != smooth[1]
+    assert dynamic[0, 1] != dynamic[1, 1]
+    DynamicDegree().score(MediaBatch(clips[2][None], [""], fps=[8.0]))
+    for i in (1, 0):
+        again = FlowSmoothness().score(batch.take([i])).values
+        assert again.item() == smooth[i].item()
+    assert len(asked) == 4, "two are remembered, and the first one was forgotten"
 
 
 def test_flow_measures_a_known_translation():
