@@ -7,6 +7,9 @@ STAMP := .venv/.stamp
 # With tiny models on few cores, more threads per process only get in each other's way.
 export OMP_NUM_THREADS ?= 1
 
+# A process per core, each with whole files; more than a few only take memory.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint bench venv
 
@@ -17,8 +20,8 @@ demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
 	$(BIN)/flowalign demo
 
 test: lint ## lint, unit tests, then the end-to-end runs
-	$(BIN)/pytest
-	$(BIN)/pytest -m 'slow and not gpu'
+	$(BIN)/pytest $(SPREAD)
+	$(BIN)/pytest $(SPREAD) -m 'slow and not gpu'
 
 lint: $(STAMP) ## ruff, pyright and the import contracts
 	$(BIN)/ruff check .

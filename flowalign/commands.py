@@ -113,7 +113,9 @@ def _train(run_file: AnyRun, config: str, resume: str | None, overwrite: bool) -
     if main:
         table(f"{summary['status']} after {summary['steps']} steps", _outcome(summary))
         say(f"report: {folder / 'report.html'}")
-        say(f"weights: {checkpoint.latest(folder / 'checkpoints')}")
+        if saved := checkpoint.latest(folder / "checkpoints"):
+            averaged = f"; averaged, which the table is of: {saved / 'ema'}" if run_file.ema else ""
+            say(f"weights: {saved}{averaged}")
     if summary["status"] == "interrupted":
         say(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
         return 130

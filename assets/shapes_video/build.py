@@ -40,8 +40,8 @@ HERE = Path(__file__).parent
 TOKENS = 16
 """Tokens of the longest prompt, and its end, fit; what flowalign asks for."""
 LENGTHS = (TOKENS, 512)
-"""512 is what a plain `pipe(prompt)` pads to with zeros, which are attended to: it learns that too
-seldom to be good at it, so give `max_sequence_length=16`."""
+"""512 is what a plain `pipe(prompt)` pads to with zeros, which are attended to: it learns that
+seldom and is worse at it, so give `max_sequence_length=16`."""
 CHANNELS = 8
 SHIFT = 3.0
 """Of the schedule, in training too, as Wan has at 480p. What a clip shows is decided at the noisy

@@ -303,14 +303,14 @@ def test_a_shard_that_is_none_is_refused(written, capsys, shard):
 # Training -----------------------------------------------------------------------------------------
 
 
-def trained(tmp_path: Path, loss: str, path: Path, **data) -> tuple[dict, list[dict]]:
+def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[dict, list[dict]]:
     """Summary and losses of two steps of a recipe on stored pairs."""
     content = {
         "policy": {"class_path": "tests.video_pixel.VideoPixel"},
         "data": {"class_path": "flowalign.preference.stored.Stored",
                  "init_args": {"path": str(path), "batch_size": 2, **data}},
         "recipe": {"loss": {"class_path": f"flowalign.algorithms.{loss}"}},
-        "num_steps": 2, "ema": None, "device": "cpu", "output_dir": str(tmp_path / loss),
+        "num_steps": 2, "ema": ema, "device": "cpu", "output_dir": str(tmp_path / loss),
     }  # fmt: skip
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(content))
@@ -320,6 +320,16 @@ def trained(tmp_path: Path, loss: str, path: Path, **data) -> tuple[dict, list[d
     return json.loads((tmp_path / loss / "summary.json").read_text()), [
         row for row in found if "policy_loss" in row
     ]
+
+
+@pytest.mark.parametrize("ema", [None, {"decay": 0.5}])
+def test_the_end_names_the_weights_that_it_tells_of(written, tmp_path, capsys, ema):
+    assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
+    trained(tmp_path, "dense_dpo.DenseDPO", tmp_path / "out" / job.TRAIN, ema)
+    saved = tmp_path / "dense_dpo.DenseDPO" / "checkpoints" / "step-000002"
+    averaged = f"; averaged, which the table is of: {saved / 'ema'}" if ema else ""
+    assert f"weights: {saved}{averaged}\n" in capsys.readouterr().err
+    assert (saved / "ema").exists() == bool(ema)
 
 
 def test_dense_dpo_trains_on_its_pairs_from_the_latents_and_starts_where_it_must(written, tmp_path):
