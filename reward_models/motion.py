@@ -78,7 +78,7 @@ def motion_of(frames: Float[Tensor, "F 3 h w"]) -> Motion:
     pictures = [to_bytes(frame[None]) for frame in frames]
     digest = blake2b(repr(frames.shape).encode(), digest_size=16)
     for picture in pictures:
-        digest.update(np.ascontiguousarray(picture))
+        digest.update(picture.tobytes())
     key = digest.digest()
     if key not in _known:
         for oldest in list(_known)[: len(_known) + 1 - _KEPT]:
