@@ -299,7 +299,9 @@ def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_al
 # Missing outcomes ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("credit", [Contrast(threshold=0.0), Redistribute()], ids=str)
+@pytest.mark.parametrize(
+    "credit", [Contrast(threshold=0.0), Redistribute()], ids=["contrast", "redistribute"]
+)
 def test_a_missing_outcome_takes_no_other_sample_with_it(credit):
     four = with_states(trajectory(samples_per_prompt=4, seeds_per_prompt=1, prompts=("a",)))
     got = credit(four, outcomes(1.0, NAN, 3.0, 8.0))
