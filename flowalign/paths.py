@@ -25,12 +25,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def aside(path: Path) -> Iterator[Path]:
+def aside(path: Path, alone: bool = False) -> Iterator[Path]:
     """A file or folder to write to, which is renamed to `path` at the end; removed on failure.
 
-    Its name holds the process's number: of several that write the same, the last one stays.
+    Its name holds the process's number: of several that write the same, the last one stays. Where
+    nobody else writes it, `alone`, it has no number, and the next run overwrites what a kill left.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    partial = path.with_name(f".{path.name}{'' if alone else f'.{os.getpid()}'}.tmp")
     try:
         yield partial
         partial.replace(path)

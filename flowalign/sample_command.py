@@ -258,7 +258,7 @@ def _write(file: Path, frames: "Tensor", fps: float | None) -> None:
         write_clip(file, frames, fps)
         return
     picture = Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy())
-    with aside(file) as partial:
+    with aside(file, alone=True) as partial:
         picture.save(partial, format="PNG")
 
 

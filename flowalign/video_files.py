@@ -51,7 +51,7 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
     if not ending and path.exists():
         raise ValueError(f"{path} exists; frames are written to a new folder")
     pixels = bytes_of(frames.detach().cpu())
-    with aside(path) as partial:
+    with aside(path, alone=True) as partial:
         if not ending:
             _write_folder(partial, pixels)
         elif ending == ".webp":
