@@ -80,13 +80,14 @@ def motion_of(frames: Float[Tensor, "F 3 h w"]) -> Motion:
     for picture in pictures:
         digest.update(picture.tobytes())
     key = digest.digest()
-    if key not in _known:
-        for oldest in list(_known)[: len(_known) + 1 - _KEPT]:
-            _known.pop(oldest, None)
+    found = _known.get(key)
+    if found is None:
         fields = _fields(pictures, *frames.shape[2:])
         acceleration = flow_acceleration(fields) if len(fields) > 1 else float("nan")
-        _known[key] = Motion(tuple(map(fastest, fields)), acceleration)
-    return _known[key]
+        found = _known[key] = Motion(tuple(map(fastest, fields)), acceleration)
+        for oldest in list(_known)[:-_KEPT]:
+            _known.pop(oldest, None)
+    return found
 
 
 def _fields(
