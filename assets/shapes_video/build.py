@@ -27,7 +27,6 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from moving_world import MOTIONS, OBJECTS, render, splits
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -93,7 +92,7 @@ def new_pipeline(args: argparse.Namespace) -> WanPipeline:
     )
 
 
-def dataset(number: int, seed: int, file: Path | None) -> tuple[Tensor, list[str]]:
+def dataset(number: int, seed: int) -> tuple[Tensor, list[str]]:
     """Rendered clips of shown prompts in 8 bits: one object 2 in 10, two alike 3, a pair 5."""
     prompts = splits()["shown"]
     kinds = [
@@ -103,13 +102,8 @@ def dataset(number: int, seed: int, file: Path | None) -> tuple[Tensor, list[str
     ]
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     chosen = [rng.choice(rng.choices(kinds, (0.2, 0.3, 0.5))[0]) for _ in range(number)]
-    if file and file.exists():
-        return load_file(file)["clips"], chosen
     clips = torch.stack([(render(p, generator) * 255).round().byte() for p in chosen])
-    clips = clips.transpose(1, 2).contiguous()
-    if file:
-        save_file({"clips": clips}, file)
-    return clips, chosen
+    return clips.transpose(1, 2).contiguous(), chosen
 
 
 def pixels(clips: Tensor) -> Tensor:
@@ -197,7 +191,7 @@ def train_flow(
     torch.set_num_threads(1)
     for step in range(args.steps):
         if step == args.beside:
-            decoder.join()
+            finish(decoder)
             torch.set_num_threads(args.threads)
         long = bool(torch.rand((), generator=generator) < args.long_share)
         number = args.batch // 4 if long else args.batch
@@ -228,6 +222,13 @@ def train_flow(
             if accuracy(pipe, average) >= args.headroom:
                 break
     pipe.transformer, pipe.text_encoder = average.eval()
+
+
+def finish(decoder: mp.Process) -> None:
+    """Wait for the decoder's process. RuntimeError where it failed."""
+    decoder.join()
+    if decoder.exitcode:
+        raise RuntimeError(f"the decoder's process ended with {decoder.exitcode}")
 
 
 def draw(latents: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -311,7 +312,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "wan")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clips", type=int, default=16_000)
-    parser.add_argument("--clips-file", type=Path, help="keep the rendered clips here")
     parser.add_argument("--vae-steps", type=int, default=2700)
     parser.add_argument("--decoder-steps", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=9000)
@@ -330,7 +330,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     pipe = new_pipeline(args)
-    clips, prompts = dataset(args.clips, 0, args.clips_file)
+    clips, prompts = dataset(args.clips, 0)
     train_vae(pipe.vae, clips, args.vae_steps, encoder=True)
     latents = encode_all(pipe.vae, clips)
     decoder = mp.get_context("spawn").Process(
@@ -338,8 +338,7 @@ def main() -> None:
     )
     decoder.start()
     train_flow(pipe, latents, prompts, args, decoder)
-    if decoder.exitcode != 0:
-        raise RuntimeError(f"the decoder's process ended with {decoder.exitcode}")
+    finish(decoder)
     print(f"decoded truth: strict {truth(pipe.vae, latents, prompts):.3f}", flush=True)  # noqa: T201
     save(pipe, args.out)
     print(f"{time.time() - start:.0f}s in all", flush=True)  # noqa: T201
