@@ -1,6 +1,6 @@
 """`python -m flowalign`."""
 
-from flowalign.cli import main
+from flowalign.cli.main import main
 
 if __name__ == "__main__":
     main()

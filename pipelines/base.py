@@ -10,8 +10,8 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.paths import bundled
 from flowalign.types import Cond, ModelPlan, Policy
+from flowalign.utils.files import bundled
 from pipelines.encoding import covering, digest
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.weights import (

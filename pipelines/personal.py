@@ -12,8 +12,8 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowalign.paths import bundled
 from flowalign.types import Cond, ModelPlan, Personal, Policy
+from flowalign.utils.files import bundled
 from pipelines.base import DTYPES, Precision
 from pipelines.folder import config_of
 from pipelines.sd15 import SD15

@@ -11,8 +11,8 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign.paths import bundled
 from flowalign.types import Cond
+from flowalign.utils.files import bundled
 from pipelines.base import Precision
 from pipelines.encoding import digest
 from pipelines.video import Memory, Video

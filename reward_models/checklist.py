@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.paths import bundled
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.files import bundled
 from reward_models.vqa_score import QUESTION, asked
 from reward_models.yes_no import YesNoJudge
 

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from flowalign.paths import bundled
+from flowalign.utils.files import bundled
 
 Renames = Sequence[tuple[str, str]]
 """Regular expressions and what replaces them, applied to every key in this order."""

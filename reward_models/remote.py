@@ -13,8 +13,15 @@ from urllib.parse import urlsplit
 
 import torch
 
+from flowalign.rewards.protocol import (
+    CONTENT_TYPE,
+    VERSION,
+    Piece,
+    Pixels,
+    output_from_json,
+    pack_batch,
+)
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from flowalign.wire import CONTENT_TYPE, VERSION, Piece, Pixels, output_from_json, pack_batch
 
 _TRANSIENT = (429, 500, 502, 503, 504)
 

@@ -21,7 +21,7 @@ from reward_models.checklist import read_sheet
 from reward_models.yes_no import QwenYesNo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.contracts.tiny_qwen import WORDS, build_judge
+from tests.fixtures.tiny_qwen import WORDS, build_judge
 
 TEXT = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.preference.cache import Latents, Texts
-from flowalign.preference.loading import prefetched
-from flowalign.preference.order import Order
-from flowalign.records import Media
-from tests.pixel import PixelPolicy
+from flowalign.data.latents.encode_once import Latents, Texts
+from flowalign.data.preference.prefetch import prefetched
+from flowalign.data.preference.sampler import Order
+from flowalign.media.media import Media
+from tests.fixtures.pixel import PixelPolicy
 
 LATENT, TEXT = (16, 64, 64), (154, 4096)
 

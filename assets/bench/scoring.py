@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from flowalign.readers import open_dataset
-from flowalign.scoring import job as scoring
+from flowalign.curation.scoring import job as scoring
+from flowalign.data.readers import open_dataset
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 

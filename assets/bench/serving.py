@@ -33,8 +33,8 @@ SERVE = """
 import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
-from flowalign.serve_command import application
-from flowalign.serving import Limits, Service
+from flowalign.cli.serve import application
+from flowalign.rewards.server import Limits, Service
 app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
 uvicorn.run(app, port={port}, log_level="error")
 """

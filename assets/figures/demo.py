@@ -17,7 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from PIL import Image
 
-from flowalign.tracking import read_metrics
+from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
 SPLITS = {"seen": "#2166ac", "unseen": "#d6604d"}

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchvision.utils import save_image
 from world import splits
 
-from flowalign.rollout import generate
-from flowalign.seeds import generator
+from flowalign.sampling.rollout import generate
 from flowalign.types import MediaBatch
+from flowalign.utils.seeds import generator
 from pipelines.sd3 import SD3
 from reward_models.shapes import ShapesVerifier
 

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.video_files import write_clip
+from flowalign.media.encode import write_clip
 from reward_models.moving_shapes import MOTIONS, Actor, clause_of, parse
 from reward_models.shapes import BACKGROUND, COLOURS, SHAPES
 

@@ -88,7 +88,7 @@ class Branch(CreditEstimator):
         if not (trajectory.group_size > 1 and _branches(group, mask)):
             raise ValueError(
                 "credit by branches needs samples that share states: set recipe.sampling.branching "
-                "to flowalign.branching.Comb or Tree,\nor recipe.sampling.seeds_per_prompt to 1"
+                "to flowalign.sampling.branching.Comb or Tree,\nor recipe.sampling.seeds_per_prompt to 1"
             )
         if self.compare == "depth":
             group = per_prompt_and_step(trajectory)

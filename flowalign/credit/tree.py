@@ -17,7 +17,7 @@ class LeafAdvantage(CreditEstimator):
     """Leaves are compared within their prompt; a transition earns the mean of those below it.
 
     Branch compares transitions of equal depth instead. It needs a `sampling.branching` of
-    flowalign.branching.Tree, and advantage_scale given.
+    flowalign.sampling.branching.Tree, and advantage_scale given.
     """
 
     beta: float | None = None
@@ -28,7 +28,7 @@ class LeafAdvantage(CreditEstimator):
         if bool((trajectory.trained == (trajectory.eta > 0).cpu()).all()):
             raise ValueError(
                 "credit by trees needs samples that share transitions: set "
-                "recipe.sampling.branching to flowalign.branching.Tree"
+                "recipe.sampling.branching to flowalign.sampling.branching.Tree"
             )
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
         advantage = compared(outcome, prompt[:, -1])

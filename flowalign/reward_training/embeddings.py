@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flowalign.functional.rating import Features
-from flowalign.paths import aside
-from flowalign.records import Media
+from flowalign.media.media import Media
 from flowalign.types import Backbone, MediaBatch
+from flowalign.utils.files import aside
 
 PER_FILE = 256
 

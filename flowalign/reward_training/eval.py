@@ -1,18 +1,13 @@
-"""`flowalign reward eval`: how well the scores of a table agree with what people said.
+"""How well the scores of a table agree with what people said.
 
 Every scored dimension is held against every human column. Of ranks and votes, media of one record
 are compared; of ratings, media of one prompt. Which two are compared never depends on the scores;
 a pair without two valid scores is counted as unscored, not as wrong.
 """
 
-import argparse
-import json
 import math
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,38 +55,6 @@ class Settings:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
-    add = parser.add_argument
-    add("data", help="table or folder that `flowalign score` wrote; with --rewards, a dataset")
-    add("--out", metavar="FOLDER", help="for eval.json and eval.html; default: beside the table")
-    add("--scores", nargs="+", metavar="DIM", help="scored dimensions; default: all")
-    add("--humans", nargs="+", metavar="COLUMN", help="such as rank/overall; default: all")
-    add("--bootstrap", type=int, default=500, help="resamples of prompts, default 500; 0: none")
-    add("--bins", type=int, default=10, help="of the calibration curve, default 10")
-    add("--seed", type=int, default=0, help="of the folds and the resamples, default 0")
-    direct = parser.add_argument_group("to score a dataset first, into --out")
-    direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
-    direct.add_argument("--schema", help="default: by the columns")
-    direct.add_argument("--root", metavar="FOLDER", help="where relative paths begin")
-    direct.add_argument("--limit", type=int, help="only the first so many records")
-
-
-def run_eval(args: argparse.Namespace) -> int:
-    """Write `eval.json` and `eval.html`, and print the numbers. 1 where scoring failed.
-
-    Raises:
-        ConfigError: the user can correct it.
-    """
-    try:
-        code = _score_first(args)
-        return code or _evaluate(args)
-    except ValueError as error:
-        from flowalign.errors import ConfigError
-
-        raise ConfigError(str(error)) from error
-
-
 def evaluate(
     table: "ScoredTable",
     settings: Settings,
@@ -113,60 +76,6 @@ def evaluate(
         "settings": asdict(settings), "results": results,
         "swaps": [{"score": dim, **asdict(_swaps(table, dim, settings))} for dim in dims],
     }  # fmt: skip
-
-
-def _score_first(args: argparse.Namespace) -> int:
-    """The exit code of `flowalign score` on the dataset, whose table replaces it; 0 without one."""
-    options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
-    given = [f"--{name}" for name, value in options.items() if value is not None]
-    if args.rewards is None:
-        if given:
-            raise ValueError(f"{', '.join(given)} mean nothing without --rewards")
-        return 0
-    if args.out is None:
-        raise ValueError("--rewards needs --out, the folder that the scores are written to")
-    passed = [text for name, value in options.items() if value is not None
-              for text in (f"--{name}", str(value))]  # fmt: skip
-    command = [sys.executable, "-m", "flowalign.scoring.command", args.data]
-    command += ["--rewards", args.rewards, "--out", args.out, *passed]
-    code = subprocess.run(command, check=False).returncode
-    args.data = args.out
-    return code
-
-
-def _evaluate(args: argparse.Namespace) -> int:
-    from flowalign.console import table as show
-    from flowalign.paths import write_text
-    from flowalign.reward_training.pairs import find_table, read_scores
-    from flowalign.reward_training.report import finite, page
-
-    source = find_table(Path(args.data))
-    settings = Settings(args.bootstrap, args.bins, seed=args.seed)
-    content = {"table": str(source), **evaluate(
-        read_scores(source), settings, args.scores, args.humans
-    )}  # fmt: skip
-    out = Path(args.out) if args.out else source.parent
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(finite(content), indent=1, allow_nan=False)
-    write_text(out / "eval.json", text + "\n")
-    write_text(out / "eval.html", page(out.resolve().name, content, MEASURES))
-    rows = {f"{r['score']} ~ {r['human']}": _line(r) for r in content["results"]}
-    show(f"{source}: {out / 'eval.html'}", rows)
-    return 0
-
-
-def _line(result: Mapping[str, Any]) -> str:
-    """The headline figures of one row, for a terminal."""
-    parts = [f"{result['pairs']} pairs"]
-    for name, short in (
-        ("accuracy_without_ties", "w/o ties"), ("accuracy_held_out", "w/ ties"),
-        ("kendall", "tau"), ("spearman", "rho"), ("ece", "ECE"),
-    ):  # fmt: skip
-        measure = result["measures"][name]
-        if math.isfinite(measure["value"]):
-            spread = f" [{measure['low']:.3f}, {measure['high']:.3f}]"
-            parts.append(f"{short} {measure['value']:.3f}" + spread * math.isfinite(measure["low"]))
-    return "  ".join(parts)
 
 
 def _chosen(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:

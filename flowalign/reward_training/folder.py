@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flowalign.paths import aside
 from flowalign.reward_training.card import card
 from flowalign.reward_training.figures import calibrated, figures, tie_threshold, units
 from flowalign.reward_training.labels import PARTS
 from flowalign.reward_training.training import RewardTrainer
+from flowalign.utils.files import aside
 
 FORMAT = "flowalign trained reward 1"
 

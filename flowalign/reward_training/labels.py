@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.records import Record
+from flowalign.data.records import Record
 from flowalign.reward_training.embeddings import Sample
 from flowalign.reward_training.losses import LabelKind
 

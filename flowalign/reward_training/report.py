@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from flowalign.charts import drawn
+from flowalign.reports.charts import drawn
 
 Content = dict[str, Any]
 """What `eval.json` holds."""

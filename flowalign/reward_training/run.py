@@ -9,20 +9,20 @@ from typing import Any, Literal
 import torch
 import yaml
 
+from flowalign.data.readers import open_dataset
+from flowalign.data.records import Record
 from flowalign.functional.rating import Features
-from flowalign.learner import Optimizer
-from flowalign.paths import write_text
-from flowalign.readers import open_dataset
-from flowalign.records import Record
 from flowalign.reward_training.embeddings import Embeddings
 from flowalign.reward_training.folder import About, finish, restore_state, save_state
 from flowalign.reward_training.labels import Preferences, gather
 from flowalign.reward_training.losses import LabelKind
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.training import RewardTrainer, drawing, frames_for
-from flowalign.tracking import Tracker
-from flowalign.typed_files import load_typed
+from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone, Head
+from flowalign.utils.files import write_text
+from flowalign.utils.tracking import Tracker
+from flowalign.utils.yaml_files import load_typed
 
 STATE, MODEL = "state.safetensors", "model"
 

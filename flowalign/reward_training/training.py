@@ -9,16 +9,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features, Rater, Ratings
-from flowalign.learner import Optimizer, TrainingFailure
-from flowalign.media_files import decode
-from flowalign.records import Media
+from flowalign.media.decode import decode
+from flowalign.media.media import Media
 from flowalign.reward_training.embeddings import Frames, Sample, embed_samples
 from flowalign.reward_training.figures import figures
 from flowalign.reward_training.labels import Part, Preferences
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.ridge import first_stage
-from flowalign.seeds import generator
+from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.types import Backbone, Head
+from flowalign.utils.seeds import generator
 
 _RECORDS_AT_ONCE = 256
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flowalign.paths import bundled
+from flowalign.utils.files import bundled
 
 _FOLDER = Path(__file__).parent / "prompts"
 _SLOT = re.compile(r"\{(prompt|media|references|first|second|task|criterion|question)\}")

@@ -11,22 +11,22 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from flowalign import cli
-from flowalign.clip_pairs import job
-from flowalign.clip_pairs.dense_dpo import DensePairs
-from flowalign.clip_pairs.local_dpo import LocalPairs
-from flowalign.clip_pairs.run import ClipPairs, load
-from flowalign.media_files import decode
-from flowalign.records import Media
-from flowalign.video_files import write_clip
-from tests.video_pixel import VideoPixel, clip, clips
+from flowalign.cli import main as cli
+from flowalign.curation.clip_pairs import job
+from flowalign.curation.clip_pairs.dense_dpo import DensePairs
+from flowalign.curation.clip_pairs.local_dpo import LocalPairs
+from flowalign.curation.clip_pairs.run import ClipPairs, load
+from flowalign.media.decode import decode
+from flowalign.media.encode import write_clip
+from flowalign.media.media import Media
+from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
-METHOD = "flowalign.clip_pairs."
+METHOD = "flowalign.curation.clip_pairs."
 DENSE = {"class_path": METHOD + "dense_dpo.DensePairs", "init_args": {"seconds": 0.5}}
 LOCAL = {"class_path": METHOD + "local_dpo.LocalPairs"}
 REWARD = {
-    "rewards": [{"class_path": "tests.video_pixel.Warmth"}],
+    "rewards": [{"class_path": "tests.fixtures.video_pixel.Warmth"}],
     "reward_weights": {"warm": 1.0, "green": 0.5},
 }
 
@@ -44,7 +44,7 @@ def written(tmp_path):
 
     def write(method: dict, **changes) -> Path:
         content = {
-            "policy": {"class_path": "tests.video_pixel.VideoPixel"}, "method": method,
+            "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"}, "method": method,
             "clips": str(tmp_path / "data"), "num_steps": 8, "batch_size": 2, "device": "cpu",
             "output_dir": str(tmp_path / "out"),
         }  # fmt: skip
@@ -260,7 +260,7 @@ def test_another_number_of_frames_than_the_policys_is_refused_before_weights(num
 
 
 def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
-    failing = {"class_path": "tests.video_pixel.Warmth", "init_args": {"fail_on": "ccc"}}
+    failing = {"class_path": "tests.fixtures.video_pixel.Warmth", "init_args": {"fail_on": "ccc"}}
     config = written(DENSE, rewards=[failing], max_dropped_fraction=0.2)
     assert exit_code("clip-pairs", config) == 0
     (known,) = json.loads((tmp_path / "out" / "summary.json").read_text())["dropped"].values()
@@ -271,10 +271,16 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"policy": {"class_path": "tests.pixel.PixelPolicy"}}, "PixelPolicy makes pictures"),
+        (
+            {"policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"}},
+            "PixelPolicy makes pictures",
+        ),
         ({"rewards": [], "reward_weights": {}}, "rewards is empty"),
         (
-            {"rewards": [{"class_path": "tests.pixel.Redness"}], "reward_weights": {"redness": 1}},
+            {
+                "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+                "reward_weights": {"redness": 1},
+            },
             "reward 'redness' scores images; VideoPixel makes videos",
         ),
         ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),
@@ -306,10 +312,10 @@ def test_a_shard_that_is_none_is_refused(written, capsys, shard):
 def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[dict, list[dict]]:
     """Summary and losses of two steps of a recipe on stored pairs."""
     content = {
-        "policy": {"class_path": "tests.video_pixel.VideoPixel"},
-        "data": {"class_path": "flowalign.preference.stored.Stored",
+        "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"},
+        "data": {"class_path": "flowalign.training.matching.stored.Stored",
                  "init_args": {"path": str(path), "batch_size": 2, **data}},
-        "recipe": {"loss": {"class_path": f"flowalign.algorithms.{loss}"}},
+        "recipe": {"loss": {"class_path": f"flowalign.losses.matching.{loss}"}},
         "num_steps": 2, "ema": ema, "device": "cpu", "output_dir": str(tmp_path / loss),
     }  # fmt: skip
     file = tmp_path / "train.yaml"

@@ -2,7 +2,9 @@
 
 import pytest
 
-from flowalign import cli, commands
+from flowalign.cli import check, demo, train
+from flowalign.cli import main as cli
+from flowalign.distributed import launch
 
 
 class _Replaced(Exception):
@@ -17,9 +19,9 @@ def _main(monkeypatch, *argv: str) -> list[tuple[int, list[str]]]:
         raise _Replaced
 
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setattr(cli, "relaunch", replace)
-    monkeypatch.setattr(commands, "relaunch", replace)
-    monkeypatch.setattr(commands, "_train", lambda *arguments: 0)
+    monkeypatch.setattr(launch, "relaunch", replace)
+    for verb in (train, demo):
+        monkeypatch.setattr(verb, "execute", lambda *arguments: 0)
     with pytest.raises((_Replaced, SystemExit)):
         cli.main(argv)
     return calls
@@ -47,5 +49,5 @@ def test_demo_on_one_core_stays_one_process(monkeypatch):
 
 
 def test_check_plans_for_many_processes_in_one(monkeypatch):
-    monkeypatch.setattr(commands, "check", lambda args: args.processes - 8)
+    monkeypatch.setattr(check, "run", lambda args: args.processes - 8)
     assert _main(monkeypatch, "check", "configs/shapes.yaml", "--processes", "8") == []

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from flowalign.errors import ConfigError
-from flowalign.pairing import command
-from flowalign.preference.convert import read_pairs
+from flowalign.cli import pairs as command
+from flowalign.data.preference.convert import read_pairs
+from flowalign.utils.errors import ConfigError
 
 NAN = None
 

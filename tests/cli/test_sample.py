@@ -12,19 +12,20 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from flowalign import config, sample_command
-from flowalign.errors import ConfigError
-from flowalign.media_files import decode
-from flowalign.readers import open_dataset
-from flowalign.records import Media
-from flowalign.rollout import generate
-from flowalign.scoring import command as score_command
-from flowalign.seeds import generator
-from tests.pixel import PixelPolicy
+from flowalign.cli import sample as sample_command
+from flowalign.cli import score as score_command
+from flowalign.data.readers import open_dataset
+from flowalign.media.decode import decode
+from flowalign.media.media import Media
+from flowalign.runs import config
+from flowalign.sampling.rollout import generate
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.seeds import generator
+from tests.fixtures.pixel import PixelPolicy
 
 RUN = """
 policy: {class_path: tests.cli.test_sample.Tinted}
-rewards: [{class_path: tests.pixel.Redness}]
+rewards: [{class_path: tests.fixtures.pixel.Redness}]
 reward_weights: {redness: 1.0}
 prompts: PROMPTS
 num_steps: 1
@@ -56,7 +57,6 @@ def sample(tmp_path):
 
     def run(*argv: object) -> int:
         parser = argparse.ArgumentParser(allow_abbrev=False)
-        parser.add_argument("config")
         sample_command.add_arguments(parser)
         given = [str(arg) for arg in argv]
         if not {"--prompt", "--prompts"} & set(given):
@@ -114,7 +114,7 @@ def test_a_folder_is_a_dataset_that_can_be_scored(sample, tmp_path):
     assert records[3].metadata == {"seed": 3, "copy": 1}
     parser = argparse.ArgumentParser()
     score_command.add_arguments(parser)
-    reward, scores = "tests.scoring_rewards.Brightness", tmp_path / "scores"
+    reward, scores = "tests.fixtures.scoring_rewards.Brightness", tmp_path / "scores"
     argv = [str(tmp_path / "out"), "--rewards", reward, "--out", str(scores), "--format", "jsonl"]
     assert score_command.run(parser.parse_args(argv)) == 0
     rows = [json.loads(line) for line in (scores / "scores.jsonl").read_text().splitlines()]
@@ -347,7 +347,7 @@ class Clips(Tinted):
 
 
 EACH_FRAME = """[{class_path: reward_models.per_frame.PerFrame,
-  init_args: {reward: {class_path: tests.pixel.Redness}, over: mean}}]"""
+  init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}}]"""
 VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips", "--rewards", EACH_FRAME,
          "--reward_weights", "{redness_mean: 1.0}"]  # fmt: skip
 

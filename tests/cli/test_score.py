@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from pyarrow import parquet
 
-from flowalign.errors import ConfigError
-from flowalign.scoring import command as score_command
-from flowalign.scoring import job as scoring
-from tests.scoring_rewards import picture
+from flowalign.cli import score as score_command
+from flowalign.curation.scoring import job as scoring
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.scoring_rewards import picture
 
 ROOT = Path(__file__).parents[2]
-REWARD = "tests.scoring_rewards.Brightness"
+REWARD = "tests.fixtures.scoring_rewards.Brightness"
 
 
 def dataset(folder: Path, count: int, missing: int = 0) -> str:
@@ -71,7 +71,7 @@ def test_several_rewards_of_a_file_are_columns_of_one_table(tmp_path):
     data = dataset(tmp_path, 3)
     rewards = tmp_path / "rewards.yaml"
     rewards.write_text(
-        f"rewards:\n- class_path: {REWARD}\n- class_path: tests.scoring_rewards.Still\n"
+        f"rewards:\n- class_path: {REWARD}\n- class_path: tests.fixtures.scoring_rewards.Still\n"
     )
     assert score(data, "--rewards", rewards, "--out", tmp_path / "out") == 0
     assert all(row["redness_valid"] and row["contrast_valid"] for row in rows(tmp_path / "out"))
@@ -99,11 +99,11 @@ def test_other_settings_are_refused_by_name_before_anything_is_loaded(tmp_path, 
     data, out = dataset(tmp_path, 4), tmp_path / "out"
     assert score(data, "--rewards", REWARD, "--out", out) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("tests.scoring_rewards.Brightness.load", pytest.fail)
+        patch.setattr("tests.fixtures.scoring_rewards.Brightness.load", pytest.fail)
         with pytest.raises(ConfigError, match="limit differ;\nlimit was 'None', now '3'"):
             score(data, "--rewards", REWARD, "--out", out, "--limit", 3)
         with pytest.raises(ConfigError, match="rewards differ"):
-            score(data, "--rewards", "tests.scoring_rewards.Still", "--out", out)
+            score(data, "--rewards", "tests.fixtures.scoring_rewards.Still", "--out", out)
     with Path(data).open("a") as file:
         file.write('{"prompt": "more", "image": "0.png"}\n')
     with pytest.raises(ConfigError, match="identity differ"):
@@ -159,7 +159,7 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
 
 
 def command(data: str, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "flowalign.scoring.command", data, "--rewards", REWARD, "--out",
+    return [sys.executable, "-m", "flowalign.cli.score", data, "--rewards", REWARD, "--out",
             str(out), "--format", "jsonl", *options]  # fmt: skip
 
 

@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.contracts.families")
+pytest.register_assert_rewrite("tests.fixtures.families")

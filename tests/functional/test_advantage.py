@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from flowalign.functional.advantage import advantages, group_center, group_mean, zero_spread_share
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 quick = settings(max_examples=40, deadline=None, database=None)
 

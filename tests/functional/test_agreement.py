@@ -9,7 +9,7 @@ from scipy import stats
 from torch.testing import assert_close
 
 from flowalign.functional import agreement
-from tests.functional.golden import GOLDEN
+from tests.fixtures.golden import GOLDEN
 
 CASES = json.loads((GOLDEN / "H_videoalign_losses.json").read_text())["values"]["tie_cases"]
 

@@ -7,12 +7,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.functional.corruption import (
-    moving_mask,
-    restored,
-    step_at_level,
-    step_at_share,
-)
+from flowalign.functional.corruption import moving_mask, restored, step_at_level, step_at_share
 
 SIGMAS = tensor([1.0, 0.9, 0.7, 0.4, 0.0])
 

@@ -15,12 +15,12 @@ from flowalign.functional.matching import (
     sample_error,
     space_factor,
 )
-from flowalign.preference.matching import Noised, divergence, matching_errors, noise_for
-from flowalign.preference.times import LogitNormal, SamplerGrid, Uniform
-from flowalign.preference_types import Errors, Examples
-from flowalign.reference import FrozenCopy
-from tests.pixel import PixelPolicy
-from tests.preference import pairs, recipe
+from flowalign.training.matching.errors import Noised, divergence, matching_errors, noise_for
+from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
+from flowalign.training.reference import FrozenCopy
+from flowalign.types import Errors, Examples
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.preference import pairs, recipe
 
 
 class Times(PixelPolicy):

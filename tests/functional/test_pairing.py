@@ -16,7 +16,7 @@ from flowalign.functional.pairing import (
     stages_by_score,
     widest,
 )
-from tests.functional.golden import GOLDEN, load
+from tests.fixtures.golden import GOLDEN, load
 
 NAN = float("nan")
 

@@ -30,7 +30,7 @@ from flowalign.functional.preference_loss import (
     sigmoid_link,
     weighted_score,
 )
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 # Of two pairs: winners .30 and .62, losers .50 and .41.
 POLICY = tensor([0.30, 0.62, 0.50, 0.41])

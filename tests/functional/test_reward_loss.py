@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.functional import reward_loss as loss
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 LN3 = math.log(3)
 

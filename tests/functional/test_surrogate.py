@@ -29,7 +29,7 @@ from flowalign.functional.transition import (
     sample_next,
     transition,
 )
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 quick = settings(max_examples=50, deadline=None, database=None)
 

@@ -23,7 +23,7 @@ from flowalign.functional.transition import (
     sample_next,
     transition,
 )
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
 KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM(), StepwiseDDIM()]

@@ -21,7 +21,7 @@ from flowalign.functional.transition import (
     transition,
 )
 from flowalign.functional.weight import step_weights
-from tests.functional.golden import load
+from tests.fixtures.golden import load
 
 SIGMAS = torch.tensor([1.0, 0.8, 0.5, 0.0])
 KINDS = ["uniform", "std", "dt", "sigma", "inverse_dt", "inverse_sensitivity", "proportional"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flowalign.config import load
+from flowalign.runs.config import load
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,7 +15,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loop_trains_in_every_precision(tmp_path, precision):
-    from flowalign import run as runs
+    from flowalign.runs import session as runs
 
     run, text = load(
         "configs/shapes.yaml",
@@ -41,7 +41,7 @@ def test_initial_noise_is_the_same_on_every_device():
     "path", sorted(Path("configs/credit/shapes").glob("*.yaml")), ids=lambda p: p.stem
 )
 def test_every_credit_method_trains_on_a_gpu(tmp_path, path):
-    from flowalign import run as runs
+    from flowalign.runs import session as runs
 
     run, text = load(
         str(path),
@@ -54,7 +54,7 @@ def test_every_credit_method_trains_on_a_gpu(tmp_path, path):
 def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_path):
     """An SD3.5-shaped random model at 512 pixels; peak memory grows with the budget."""
     from assets.random_sd3 import build
-    from flowalign.bench_values import measure_values
+    from flowalign.runs.bench_values import measure_values
 
     build(layers=24, heads=24, joint=4096).save_pretrained(tmp_path / "sd3")
     peaks = []
@@ -62,7 +62,7 @@ def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_pa
         run, _ = load(
             "configs/credit/sd35_medium/dense_grpo.yaml",
             ["device=cuda", f"policy.init_args.path={tmp_path / 'sd3'}",
-             "rewards=[{class_path: tests.pixel.Redness}]", "reward_weights={redness: 1.0}",
+             "rewards=[{class_path: tests.fixtures.pixel.Redness}]", "reward_weights={redness: 1.0}",
              "recipe.prompts_per_step=2", "recipe.sampling.samples_per_prompt=6",
              f"recipe.sampling.micro_batch={budget}"],
         )  # fmt: skip

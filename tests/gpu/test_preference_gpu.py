@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from flowalign.distributed import Processes
-from tests.contracts.test_matching_losses import LOSSES
-from tests.pixel import PixelPolicy
-from tests.preference import pairs, recipe, train
-from tests.training import flat, new_learner
+from flowalign.distributed.processes import Processes
+from tests.contracts.losses.test_matching_losses import LOSSES
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.preference import pairs, recipe, train
+from tests.fixtures.training import flat, new_learner
 
 DEVICE = torch.device("cuda")
 pytestmark = [

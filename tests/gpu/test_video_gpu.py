@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from flowalign.config import load
+from flowalign.runs.config import load
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,7 +31,7 @@ def test_one_step_of_wan_2_1_is_timed_by_stage_with_as_many_frames_as_fit(tmp_pa
 
 
 def _step(folder, frames: int) -> dict[str, float]:
-    from flowalign.bench import measure
+    from flowalign.runs.bench import measure
 
     run, _ = load(
         WAN,
@@ -55,7 +55,7 @@ def _step(folder, frames: int) -> dict[str, float]:
 
 
 def test_the_embedded_video_model_trains_in_every_precision(tmp_path):
-    from flowalign import run as runs
+    from flowalign.runs import session as runs
 
     for precision in ("fp32", "bf16", "fp16"):
         run, text = load(

@@ -1,0 +1,97 @@
+"""`flowalign clip-pairs`: pairs to train on, made of real clips by the policy itself."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from flowalign.cli.messages import add_config
+from flowalign.utils.console import Progress, table
+from flowalign.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flowalign.curation.clip_pairs.job import Outcome
+    from flowalign.curation.clip_pairs.run import ClipPairs
+
+HELP = "Make pairs to train on of real clips, by noising and denoising them."
+EXIT_FAILED, EXIT_STOPPED = 1, 130
+_TOLD = 4
+"""Lines of reasons where nothing can be used."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside the run file and what overrides it."""
+    add_config(parser)
+    parser.add_argument(
+        "--shard", metavar="i/n", default="0/1",
+        help="be the i-th of n processes, from 0; whoever comes last writes the lists",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 with the pairs written, 1 where too many clips could not be used or there is no pair.
+
+    Raises:
+        ConfigError: the user can correct it.
+    """
+    from flowalign.curation.clip_pairs.job import finish
+    from flowalign.curation.clip_pairs.run import load
+
+    say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+    try:
+        cfg, text = load(args.config, args.overrides)
+        outcome = finish(cfg, _make(cfg, text, _shard(args.shard)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except KeyboardInterrupt:
+        say("stopped; the same command goes on from here")
+        return EXIT_STOPPED
+    if outcome is None:
+        say(f"shard {args.shard} is done, others are not")
+        return 0
+    return _tell(cfg, outcome)
+
+
+def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
+    """Make what is missing; the number of batches of the dataset."""
+    from flowalign.curation.clip_pairs.job import MANIFEST, run
+    from flowalign.curation.clip_pairs.run import settings_of
+    from flowalign.utils.manifest import agree
+
+    dataset, folder = cfg.dataset(), Path(cfg.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    agree(folder / MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
+    size = dataset.size() or sum(1 for _ in dataset)
+    total = min(size, cfg.limit or size)
+    with Progress(total, console=Console(stderr=True)) as progress:
+        return run(cfg, dataset, shard, lambda done: progress.update(done - 1, {}))
+
+
+def _tell(cfg: "ClipPairs", outcome: "Outcome") -> int:
+    """Print what came out; the exit code."""
+    folder, tally, costs = Path(cfg.output_dir), outcome.tally(), outcome.costs
+    evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
+    clips = len(outcome.rows) + tally.total
+    rows = {
+        "network evaluations": f"{evaluations:,.0f}",
+        "reward calls": f"{costs['reward_calls']:,.0f}",
+        "seconds": f"{costs['seconds']:,.1f}",
+        "clips dropped": "\n".join([f"{tally.total:,} of {clips:,}", *tally.lines()]),
+    }
+    table(f"{len(outcome.rows):,} pairs: {folder}", rows)
+    too_many = len(outcome.faults) > cfg.max_dropped_fraction * clips
+    if outcome.rows and not too_many:
+        return 0
+    head = f"{len(outcome.faults)} of {clips} clips cannot be used; max_dropped_fraction is "
+    lines = [head + f"{cfg.max_dropped_fraction:g}", *tally.lines()[:_TOLD]]
+    sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
+    return EXIT_FAILED
+
+
+def _shard(text: str) -> tuple[int, int]:
+    i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit() and int(i) < int(n)):
+        raise ValueError(f"--shard {text!r} is not i/n with 0 <= i < n")
+    return int(i), int(n)

@@ -1,0 +1,42 @@
+"""`flowalign compare`: train several run files with several seeds, and compare."""
+
+import argparse
+from pathlib import Path
+
+from flowalign.cli.messages import UsageError, complain, printer
+
+HELP = "Train several run files with several seeds, and compare."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside what overrides all run files."""
+    parser.add_argument(
+        "configs", nargs="+", metavar="config",
+        help="run files, the baseline first; further --a.b VALUE override them all",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument("--out", default="runs/compare", help="default: runs/compare")
+    parser.add_argument("--jobs", type=int, help="runs at once; default: as the cores allow")
+    parser.add_argument("--metric", help="held-out dimension; default: strict, or the only one")
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 with a page written, 130 for what was interrupted and can go on."""
+    from flowalign.reports.comparison_page import with_std
+    from flowalign.runs import compare as comparing
+    from flowalign.utils.console import table
+
+    settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
+    files = [c for c in args.configs if "=" not in c]
+    overrides, out = [*settings, *args.overrides], Path(args.out)
+    request = comparing.Request(files, overrides, args.seeds, out, args.jobs, args.metric)
+    try:
+        result = comparing.compare(request, printer())
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        return complain(RuntimeError("stopped; the same command goes on from here"), 130)
+    finals = {row.method.name: with_std(row.final) for row in result.rows}
+    table(f"held-out {result.metric} after training", finals)
+    printer()(f"comparison: {out / 'compare.html'}")
+    return 0

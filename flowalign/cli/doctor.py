@@ -1,0 +1,37 @@
+"""`flowalign doctor`: print versions, devices and what is missing."""
+
+import argparse
+import importlib.metadata
+import os
+import sys
+
+HELP = "Print versions, devices and what is missing."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options."""
+
+
+def run(_args: argparse.Namespace) -> int:
+    """0, with a table."""
+    import torch
+
+    from flowalign.utils.console import table
+
+    names = ["flowalign", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft",
+             "open-clip-torch", "safetensors", "xformers", "av", "pyarrow", "scipy", "fastapi",
+             "uvicorn", "httpx", "rapidocr-onnxruntime", "nudenet", "opencv-python-headless",
+             "tensorboard", "wandb"]  # fmt: skip
+    rows = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            rows[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            rows[name] = "not installed"
+    rows["cpu"] = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    rows["gpu"] = (
+        ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        if torch.cuda.is_available() else "none"
+    )  # fmt: skip
+    table("doctor", rows)
+    return 0

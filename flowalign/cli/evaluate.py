@@ -1,0 +1,57 @@
+"""`flowalign eval`: evaluate a run file's model, or a checkpoint of it."""
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from flowalign.cli.messages import UsageError, add_config, add_processes
+
+if TYPE_CHECKING:
+    from flowalign.rewards.composite import Rewards
+    from flowalign.runs.config import AnyRun
+
+HELP = "Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside what overrides the run file."""
+    add_config(parser)
+    parser.add_argument("--weights", metavar="CHECKPOINT", help="folder with trained weights")
+    add_processes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0, with a table and a line of JSON."""
+    from flowalign.distributed.processes import join
+    from flowalign.runs.config import load
+    from flowalign.training.evaluate import evaluate
+    from flowalign.utils.console import table
+    from flowalign.utils.errors import ConfigError
+
+    run_file, _ = load(args.config, args.overrides)
+    if run_file.evaluation is None:
+        raise ConfigError(f"{args.config}: evaluation is null, so there is nothing to evaluate")
+    processes = join(run_file.device)
+    rewards = run_file.judges()
+    _load(run_file, args.weights, rewards)
+    metrics = evaluate(run_file.policy, rewards, run_file.evaluation, processes).metrics
+    if processes.is_main:
+        table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
+        print(json.dumps(metrics))  # noqa: T201
+    return 0
+
+
+def _load(run_file: "AnyRun", weights: str | None, rewards: "Rewards") -> None:
+    import torch
+
+    from flowalign.distributed.processes import join
+
+    if run_file.threads:
+        torch.set_num_threads(run_file.threads)
+    try:
+        rewards.load()
+        run_file.policy.load(join(run_file.device).device)
+        if weights:
+            run_file.policy.load_weights(weights)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,101 @@
+"""The command line: every verb is a module of this package; nothing heavy is imported for help."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from flowalign import __version__
+from flowalign.cli import (
+    bench,
+    check,
+    clip_pairs,
+    compare,
+    demo,
+    doctor,
+    evaluate,
+    pairs,
+    reward,
+    sample,
+    score,
+    serve,
+    train,
+)
+from flowalign.cli.messages import UsageError, complain, quiet_libraries
+
+EXAMPLES = """examples:
+  flowalign demo                                   align the embedded model on the CPU, minutes
+  flowalign check configs/shapes.yaml              validate a run file and print what it will cost
+  flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
+  flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
+  flowalign compare configs/credit/shapes/{flow_grpo,dense_grpo}.yaml --seeds 0 1 2
+  flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
+  flowalign pairs runs/scores --rule best_worst --out runs/pairs
+"""
+
+VERBS: dict[str, ModuleType] = {
+    "train": train, "demo": demo, "eval": evaluate, "sample": sample, "check": check,
+    "compare": compare, "bench": bench, "score": score, "pairs": pairs, "clip-pairs": clip_pairs,
+    "serve-reward": serve, "reward": reward, "doctor": doctor,
+}  # fmt: skip
+"""Each module has HELP, `add_arguments(parser)` and `run(args)`, which returns the exit code."""
+TAKES_OVERRIDES = ("train", "eval", "sample", "check", "bench", "compare", "reward train",
+                   "clip-pairs")  # fmt: skip
+SPREADS = ("train", "eval")
+"""Verbs whose --processes are started by torchrun before anything else."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one verb.
+
+    Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
+    """
+    args, rest = build_parser().parse_known_args(argv)
+    verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
+    if rest and verb not in TAKES_OVERRIDES:
+        build_parser().error(f"{verb} does not understand {' '.join(rest)}")
+    args.overrides = rest
+    processes = getattr(args, "processes", None) or 1
+    if processes > 1 and args.verb in SPREADS and "RANK" not in os.environ:
+        from flowalign.distributed.launch import relaunch
+
+        relaunch(processes, argv if argv is not None else sys.argv[1:])
+    sys.exit(run(args))
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All verbs and their options; other `--a.b value` options override the run file."""
+    parser = argparse.ArgumentParser(
+        prog="flowalign", epilog=EXAMPLES, allow_abbrev=False,
+        description="Align diffusion and flow-matching models with human preferences.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    for name, module in VERBS.items():
+        module.add_arguments(
+            verbs.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a verb and turn what the user can correct into a short message."""
+    from flowalign.rewards.composite import RewardFailure
+    from flowalign.training.learner import TrainingFailure
+    from flowalign.utils.errors import ConfigError
+
+    quiet_libraries()
+    try:
+        return VERBS[args.verb].run(args)
+    except (ConfigError, UsageError) as error:
+        return complain(error, 2)
+    except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
+        return complain(error, 1)
+    except KeyboardInterrupt:
+        return complain(RuntimeError("stopped; what was saved is intact, go on with --resume"), 130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What all verbs share: their options, and how they speak to a person."""
+
+import argparse
+import logging
+import os
+import warnings
+from collections.abc import Callable
+
+from rich.console import Console
+
+MAX_LINES = 5
+
+
+class UsageError(ValueError):
+    """A wrong use of a verb, found after its run file was read."""
+
+
+def quiet_libraries() -> None:
+    """Keep libraries' chatter about kernels, retries and symlinks out of the way."""
+    for name in ("xformers", "huggingface_hub"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
+    os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """The run file of a verb."""
+    parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+
+
+def add_processes(parser: argparse.ArgumentParser) -> None:
+    """How many processes share the work."""
+    parser.add_argument(
+        "--processes", type=int, default=1, help="processes on this machine (torchrun)"
+    )
+
+
+def printer() -> Callable[[str], None]:
+    """Prints a line on the main process, nothing on the others."""
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    return console.print if os.environ.get("RANK", "0") == "0" else lambda _: None
+
+
+def complain(error: BaseException, code: int) -> int:
+    """Print an error in at most five lines; returns the exit code."""
+    lines = str(error).splitlines()[:MAX_LINES]
+    if os.environ.get("RANK", "0") == "0":
+        Console(stderr=True, soft_wrap=True, highlight=False).print(
+            "[bold red]flowalign:[/] " + "\n".join(lines).replace("[", r"\[")
+        )
+    return code

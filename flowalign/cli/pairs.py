@@ -1,0 +1,173 @@
+"""`flowalign pairs`: from a table of scores to pairs to train on."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flowalign.utils.console import table as print_table
+
+if TYPE_CHECKING:
+    from flowalign.curation.pairing.job import Found, Job
+    from flowalign.curation.pairing.rules import Rule
+
+HELP = "Make pairs to train on of a table of scores."
+EXIT_FAILED = 1
+_TOLD = 3
+"""Lines of reasons where there is no pair."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    add = parser.add_argument
+    add("table", help="folder of `flowalign score`, or its scores.parquet or scores.jsonl")
+    add("--out", required=True, metavar="FOLDER", help="earlier pairs in it are replaced")
+    add("--rule", required=True, choices=("best_worst", "gap", "dominance", "per_dimension"),
+        help="the two extremes of a prompt; any two; any two of which one is worse in no "
+        "dimension; any two, in each dimension")  # fmt: skip
+    add("--dimensions", nargs="+", default=[], metavar="NAME", help="default: all that there are")
+    add("--weights", nargs="+", default=[], metavar="NAME=WEIGHT",
+        help="of the total, needed where several dimensions decide")  # fmt: skip
+    add("--min_gap", type=float, default=0.0, help="of the total, or the dimension; default 0")
+    add("--tolerance", type=float, help="of dominance, how much worse still counts as no worse")
+    add("--max_per_prompt", type=int, help="only so many pairs, those with the widest gaps")
+    add("--by", choices=("prompt", "record"), default="prompt", help="what is compared with what")
+    add("--stages", type=int, help="of a curriculum, wide gaps first; adds the column `stage`")
+    add("--stages_by", choices=("score", "rank"),
+        help="equal ranges of gaps (default), or equally many pairs")  # fmt: skip
+    add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
+    add("--seed", type=int, default=0, help="of the choice of held-out prompts")
+    add("--root", default="", metavar="FOLDER", help="where relative paths of the table begin; "
+        "default: the current folder")  # fmt: skip
+    add("--mixed_shapes", action="store_true",
+        help="pair media that differ in size or number of frames, too")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 for pairs, 1 where there are none.
+
+    Raises:
+        ConfigError: the user can correct it.
+    """
+    from flowalign.curation.pairing.job import check_folder, find
+    from flowalign.utils.errors import ConfigError
+
+    try:
+        _check(args)
+        check_folder(Path(args.out))
+        job = _job(args)
+        found = find(job)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if not found.choices:
+        lines = [*found.media.lines(), *found.pairs.lines()] or ["no gap is wide enough"]
+        what = "\n".join(line[:300] for line in lines[:_TOLD])
+        sys.stderr.write(f"error: {args.table} gives no pair:\n{what}\n")
+        return EXIT_FAILED
+    _tell(args, found, _write(args, job, found))
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.stages is not None and args.stages < 2:
+        raise ValueError(f"--stages is {args.stages}; a curriculum has at least 2")
+    if args.stages_by and not args.stages:
+        raise ValueError("--stages_by needs --stages")
+    if not 0 <= args.held_out < 1:
+        raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
+    if args.tolerance is not None and args.rule != "dominance":
+        raise ValueError("--tolerance is of --rule dominance")
+    if args.weights and args.rule == "per_dimension":
+        raise ValueError("--weights has no use with --rule per_dimension: there is no total")
+    if args.root and not Path(args.root).is_dir():
+        raise ValueError(f"--root {args.root!r} is no folder")
+
+
+def _job(args: argparse.Namespace) -> "Job":
+    from flowalign.curation.pairing.job import Job
+    from flowalign.curation.pairing.table import find_table, read_table
+
+    given = _parsed(args.weights)
+    dims = list(dict.fromkeys(args.dimensions)) or list(given)
+    scored = read_table(find_table(Path(args.table)), dims, args.root)
+    return Job(
+        scored, _rule(args, scored.dims, given), args.by == "record", args.stages or 0,
+        args.stages_by or "score", args.mixed_shapes,
+    )  # fmt: skip
+
+
+def _rule(args: argparse.Namespace, dims: Sequence[str], given: Mapping[str, float]) -> "Rule":
+    from flowalign.curation.pairing.rules import Rule
+
+    if not given and (len(dims) == 1 or args.rule == "per_dimension"):
+        given = dict.fromkeys(dims, 1.0)
+    if set(given) != set(dims):
+        names = " ".join(f"{dim}=1" for dim in dims)
+        raise ValueError(
+            f"the total of {', '.join(dims)} needs the weight of each, and of no other dimension,\n"
+            f"such as --weights {names}; or choose with --dimensions"
+        )
+    weights = {dim: given[dim] for dim in dims}
+    return Rule(args.rule, weights, args.min_gap, args.tolerance or 0.0, args.max_per_prompt)
+
+
+def _parsed(pairs: Sequence[str]) -> dict[str, float]:
+    weights = {}
+    for pair in pairs:
+        name, _, text = pair.rpartition("=")
+        try:
+            weights[name] = float(text)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ValueError(f"--weights {pair!r} is not NAME=NUMBER, such as {pair}=1")
+    return weights
+
+
+def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, Any]:
+    """The files, the summary last."""
+    from flowalign.curation.pairing import page
+    from flowalign.curation.pairing.job import HELD_OUT, PAGE, SUMMARY, TRAIN, line, split, write
+    from flowalign.utils.files import write_text
+
+    folder = Path(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = split(job.table, found.choices, args.held_out, args.seed)
+    for name, choices in ((TRAIN, train), (HELD_OUT, held_out)):
+        (folder / name).unlink(missing_ok=True)
+        if choices:
+            write(folder, name, (line(job, choice) for choice in choices))
+    stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
+    summary = {
+        "table": str(Path(args.table).resolve()), "fingerprint": job.table.fingerprint,
+        "rule": job.rule.name, "weights": dict(job.rule.weights), "min_gap": job.rule.min_gap,
+        "tolerance": job.rule.tolerance, "max_per_prompt": job.rule.max_per_prompt,
+        "by": args.by, "seed": args.seed, "held_out_share": args.held_out,
+        "mixed_shapes": job.mixed_shapes, "media": len(job.table.media),
+        "prompts": found.prompts, "pairs": len(found.choices), "train": len(train),
+        "held_out": len(held_out), "stages_by": job.stages_by if job.stages else None,
+        "stages": {str(stage): stages[stage] for stage in sorted(stages)},
+        "dropped_media": found.media.summary(), "dropped_pairs": found.pairs.summary(),
+    }  # fmt: skip
+    write_text(folder / PAGE, page.render(folder.name, job, found, train or held_out, summary))
+    write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+    return summary
+
+
+def _tell(args: argparse.Namespace, found: "Found", summary: Mapping[str, Any]) -> None:
+    from flowalign.curation.pairing.job import HELD_OUT, PAGE, TRAIN
+
+    folder = Path(args.out)
+    files = {"train": TRAIN, "held_out": HELD_OUT}
+    rows = {
+        name: f"{summary[name]:,}: {folder / file}" for name, file in files.items() if summary[name]
+    }
+    rows |= {
+        "media dropped": "\n".join([f"{found.media.total:,}", *found.media.lines()]),
+        "pairs dropped": "\n".join([f"{found.pairs.total:,}", *found.pairs.lines()]),
+        "page": str(folder / PAGE),
+    }
+    print_table(f"{summary['pairs']:,} pairs from {summary['prompts']:,} prompts", rows)

@@ -1,0 +1,150 @@
+"""`flowalign reward train` and `flowalign reward eval`: train a reward model, or measure it."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+HELP = "Train a reward model, or measure how it agrees with people."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two actions of the verb."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, text, add in (
+        ("train", "Train a reward model as a run file says.", add_train_arguments),
+        ("eval", "Agreement of scores with people's judgement.", add_eval_arguments),
+    ):
+        add(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code of the action."""
+    return {"train": run_train, "eval": run_eval}[args.action](args)
+
+
+def add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `flowalign reward train`; others override the run file, as `args.overrides`."""
+    parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+    parser.add_argument("--resume", action="store_true", help="go on after the last epoch")
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier training there")
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Train, print the agreement with people, and return 0.
+
+    Raises:
+        ConfigError: what the user can correct.
+    """
+    from rich.console import Console
+
+    from flowalign.reward_training.run import MODEL, load_run, train
+    from flowalign.utils.console import table
+    from flowalign.utils.errors import ConfigError
+
+    run, config = load_run(args.config, args.overrides)
+    say = Console(soft_wrap=True, highlight=False).print
+    try:
+        trained = train(run, config, say, args.resume, args.overwrite)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    part = "test" if "test" in trained["figures"] else "held_out"
+    rows = {
+        dim: f"accuracy {found['accuracy']:.3f}, with ties {found['accuracy_with_ties']:.3f} "
+        f"({int(found['pairs'])} pairs)"
+        for dim, found in trained["figures"][part].items()
+    }
+    table(f"{part} records, best epoch {trained['best_epoch']}", rows)
+    say(f"reward model: {Path(run.output_dir) / MODEL}")
+    return 0
+
+
+def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    add = parser.add_argument
+    add("data", help="table or folder that `flowalign score` wrote; with --rewards, a dataset")
+    add("--out", metavar="FOLDER", help="for eval.json and eval.html; default: beside the table")
+    add("--scores", nargs="+", metavar="DIM", help="scored dimensions; default: all")
+    add("--humans", nargs="+", metavar="COLUMN", help="such as rank/overall; default: all")
+    add("--bootstrap", type=int, default=500, help="resamples of prompts, default 500; 0: none")
+    add("--bins", type=int, default=10, help="of the calibration curve, default 10")
+    add("--seed", type=int, default=0, help="of the folds and the resamples, default 0")
+    direct = parser.add_argument_group("to score a dataset first, into --out")
+    direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
+    direct.add_argument("--schema", help="default: by the columns")
+    direct.add_argument("--root", metavar="FOLDER", help="where relative paths begin")
+    direct.add_argument("--limit", type=int, help="only the first so many records")
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """Write `eval.json` and `eval.html`, and print the numbers. 1 where scoring failed.
+
+    Raises:
+        ConfigError: the user can correct it.
+    """
+    try:
+        code = _score_first(args)
+        return code or _evaluate(args)
+    except ValueError as error:
+        from flowalign.utils.errors import ConfigError
+
+        raise ConfigError(str(error)) from error
+
+
+def _score_first(args: argparse.Namespace) -> int:
+    """The exit code of `flowalign score` on the dataset, whose table replaces it; 0 without one."""
+    options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
+    given = [f"--{name}" for name, value in options.items() if value is not None]
+    if args.rewards is None:
+        if given:
+            raise ValueError(f"{', '.join(given)} mean nothing without --rewards")
+        return 0
+    if args.out is None:
+        raise ValueError("--rewards needs --out, the folder that the scores are written to")
+    passed = [text for name, value in options.items() if value is not None
+              for text in (f"--{name}", str(value))]  # fmt: skip
+    command = [sys.executable, "-m", "flowalign.cli.score", args.data]
+    command += ["--rewards", args.rewards, "--out", args.out, *passed]
+    code = subprocess.run(command, check=False).returncode
+    args.data = args.out
+    return code
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from flowalign.reward_training.eval import MEASURES, Settings, evaluate
+    from flowalign.reward_training.pairs import find_table, read_scores
+    from flowalign.reward_training.report import finite, page
+    from flowalign.utils.console import table as show
+    from flowalign.utils.files import write_text
+
+    source = find_table(Path(args.data))
+    settings = Settings(args.bootstrap, args.bins, seed=args.seed)
+    content = {"table": str(source), **evaluate(
+        read_scores(source), settings, args.scores, args.humans
+    )}  # fmt: skip
+    out = Path(args.out) if args.out else source.parent
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(finite(content), indent=1, allow_nan=False)
+    write_text(out / "eval.json", text + "\n")
+    write_text(out / "eval.html", page(out.resolve().name, content, MEASURES))
+    rows = {f"{r['score']} ~ {r['human']}": _line(r) for r in content["results"]}
+    show(f"{source}: {out / 'eval.html'}", rows)
+    return 0
+
+
+def _line(result: Mapping[str, Any]) -> str:
+    """The headline figures of one row, for a terminal."""
+    parts = [f"{result['pairs']} pairs"]
+    for name, short in (
+        ("accuracy_without_ties", "w/o ties"), ("accuracy_held_out", "w/ ties"),
+        ("kendall", "tau"), ("spearman", "rho"), ("ece", "ECE"),
+    ):  # fmt: skip
+        measure = result["measures"][name]
+        if math.isfinite(measure["value"]):
+            spread = f" [{measure['low']:.3f}, {measure['high']:.3f}]"
+            parts.append(f"{short} {measure['value']:.3f}" + spread * math.isfinite(measure["low"]))
+    return "  ".join(parts)

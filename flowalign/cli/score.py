@@ -1,0 +1,275 @@
+"""`flowalign score`: score a preference dataset or a folder of media with reward models."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from flowalign.utils.console import table
+from flowalign.utils.manifest import agree, compare
+
+if TYPE_CHECKING:
+    from flowalign.curation.scoring.job import Job, Speed, Tally, Watch
+    from flowalign.data.readers import Dataset
+
+HELP = "Score a dataset, or a folder of media."
+EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
+_SECONDS_BETWEEN_LINES = 5.0
+_MANIFEST, _MAKER = "manifest.json", "a scoring job"
+_PASSED_ON = (
+    "rewards", "out", "schema", "root", "format", "batch_size", "workers", "limit", "max_frames",
+    "max_failed_fraction",
+)  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb."""
+    add = parser.add_argument
+    add("data", help="folder of media or parquet files, or a .jsonl, .json, .csv, .parquet file")
+    add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
+    add("--out", required=True, metavar="FOLDER", help="the same one again goes on where it was")
+    add("--schema", default="auto", help="default: by the columns")
+    add("--root", metavar="FOLDER", help="where relative paths begin; default: beside the data")
+    add("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
+    add("--batch_size", type=int, default=32, help="media a batch, default 32")
+    add("--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads that decode")
+    add("--limit", type=int, help="only the first so many records")
+    add("--max_frames", type=int, help="of a video, so many evenly spaced frames; default: all")
+    add("--max_failed_fraction", type=float, default=0.05, help="of the rows, default 0.05")
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument("--processes", type=int, default=1, help="on this machine")
+    several.add_argument(
+        "--shard", metavar="i/n", help="be the i-th of n processes, from 0; run once more "
+        "without it to merge"
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 for a table, 1 where too many rows failed; the table is there all the same at the end.
+
+    Raises:
+        ConfigError: the user can correct it.
+    """
+    from flowalign.utils.errors import ConfigError
+
+    try:
+        _check(args)
+        return _run_several(args) if args.processes > 1 else _run_one(args)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """One process of several is started as `python -m flowalign.cli.score`."""
+    from flowalign.utils.errors import ConfigError
+
+    parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
+    add_arguments(parser)
+    try:
+        return run(parser.parse_args(argv))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_WRONG
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; what was saved is intact, the same command goes on\n")
+        return EXIT_STOPPED
+
+
+def _check(args: argparse.Namespace) -> None:
+    from flowalign.curation.scoring.table import needs_pyarrow
+
+    for name in ("batch_size", "workers", "limit", "max_frames", "processes"):
+        value = vars(args)[name]
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} is {value}; it must be at least 1")
+    if not 0 <= args.max_failed_fraction <= 1:
+        raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
+    if args.format == "parquet":
+        needs_pyarrow()
+
+
+def _run_one(args: argparse.Namespace) -> int:
+    """The whole job, or one shard of it."""
+    from flowalign.curation.scoring.job import Job, Speed
+    from flowalign.curation.scoring.rows import fingerprint
+    from flowalign.curation.scoring.table import alone
+    from flowalign.data.readers import open_dataset
+    from flowalign.rewards.config import load_rewards
+    from flowalign.types import Loadable
+
+    dataset = open_dataset(args.data, args.schema, args.root)
+    models, text = load_rewards(args.rewards)
+    i, n = _shard(args.shard)
+    job = Job(
+        dataset, models, Path(args.out), args.batch_size, args.workers, args.limit,
+        args.max_frames, args.max_failed_fraction, (i, n),
+    )  # fmt: skip
+    Console().print(f"{args.data}: schema {dataset.schema.name}", markup=False, highlight=False)
+    settings = _settings(args, dataset, text)
+    with alone(job.folder / "parts" / f".lock-{i}-of-{n}"):
+        compare(job.folder / _MANIFEST, settings, _MAKER)
+        for model in models:
+            if isinstance(model, Loadable):
+                model.load()
+        agree(job.folder / _MANIFEST, settings | {"fingerprint": fingerprint(models)}, _MAKER)
+        return _score(args, job, Speed())
+
+
+def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
+    from flowalign.curation.scoring.job import TooManyFailed, run, summarise
+
+    try:
+        with _meter(job) as watch:
+            blocks = run(job, watch, speed)
+    except TooManyFailed as error:
+        if not args.shard:
+            about = {"status": "stopped", **_about(job.folder), **speed.summary()}
+            summarise(job.folder, error.tally, about)
+        return _failed(str(error))
+    return 0 if args.shard else _finish(args, blocks, speed.summary())
+
+
+def _run_several(args: argparse.Namespace) -> int:
+    """This command once a shard, side by side, and then the table."""
+    from flowalign.curation.scoring.table import Parts
+    from flowalign.utils.subprocesses import Job, run_all
+
+    say = Console().print
+    folder = Path(args.out)
+    jobs = [
+        Job(f"shard {i}", [*_device(i), *_shard_command(args, i)], folder / "logs" / f"{i}.log")
+        for i in range(args.processes)
+    ]
+    start = time.perf_counter()
+    failed = run_all(jobs, len(jobs), lambda text: say(text, markup=False, highlight=False))
+    if failed:
+        return _failed("\n".join(_last_line(job.log) for job in failed))
+    seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
+    return _finish(args, Parts(folder / "parts").blocks(), seconds)
+
+
+def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
+    from flowalign.curation.scoring import page as score_page
+    from flowalign.curation.scoring.job import TooManyFailed, finish
+    from flowalign.curation.scoring.table import Parts
+    from flowalign.data.readers import open_dataset
+
+    folder = Path(args.out)
+    tally = finish(folder, blocks, args.format, {**_about(folder), **speed})
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    dataset = open_dataset(args.data, args.schema, args.root)
+    page = score_page.write(folder, Parts(folder / "parts").rows(blocks), dataset, summary)
+    rows = {
+        dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
+        if known["valid"] else "none valid"
+        for dim, known in tally.summary()["dimensions"].items()
+    }  # fmt: skip
+    reasons = {
+        why: f"{count} row{'s' * (count > 1)}" for why, count in tally.reasons.most_common(5)
+    }
+    title = f"{tally.rows} rows, {tally.failed} failed: {folder / f'scores.{args.format}'}"
+    table(title, rows | reasons | {"page": str(page)})
+    try:
+        tally.check(args.max_failed_fraction)
+    except TooManyFailed as error:
+        return _failed(str(error))
+    return 0
+
+
+def _failed(why: str) -> int:
+    sys.stderr.write(f"error: {why}\n")
+    return EXIT_FAILED
+
+
+def _settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
+    """What decides the scores; batches and processes do not."""
+    from flowalign.curation.scoring.job import RECORDS_PER_PART
+
+    return {
+        "data": str(Path(args.data).resolve()), "root": str(dataset.root.resolve()),
+        "identity": dataset.identity(), "schema": dataset.schema.name, "rewards": rewards,
+        "limit": args.limit, "max_frames": args.max_frames, "records_per_part": RECORDS_PER_PART,
+    }  # fmt: skip
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    """What a reader of the summary wants to know of the job."""
+    return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+
+
+def _shard(text: str | None) -> tuple[int, int]:
+    if text is None:
+        return 0, 1
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and int(i) < int(n)):
+        raise ValueError(f"--shard {text!r} is not i/n with 0 <= i < n, such as 0/4")
+    return int(i), int(n)
+
+
+def _shard_command(args: argparse.Namespace, i: int) -> list[str]:
+    command = [sys.executable, "-m", "flowalign.cli.score", args.data]
+    for name, value in vars(args).items():
+        if name in _PASSED_ON and value is not None:
+            command += [f"--{name}", str(value)]
+    return [*command, "--shard", f"{i}/{args.processes}"]
+
+
+def _device(i: int) -> list[str]:
+    """Its own accelerator for each process, where there are several."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count < 2:
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = visible.split(",") if visible else [str(k) for k in range(count)]
+    return ["env", f"CUDA_VISIBLE_DEVICES={names[i % count]}"]
+
+
+def _last_line(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{log}: {lines[-1].removeprefix('error: ') if lines else 'no output'}"
+
+
+@contextlib.contextmanager
+def _meter(job: "Job") -> Iterator["Watch"]:
+    """A bar on a terminal; in a log, a line at most every 5 seconds."""
+    total = job.dataset.size()
+    if total is not None:
+        total = min(total, job.limit or total) // job.shard[1]
+    columns = (
+        TextColumn("rows"),
+        MofNCompleteColumn(),
+        BarColumn(None),
+        TextColumn("{task.fields[status]}"),
+    )
+    bar = Progress(*columns, console=Console(), expand=True, disable=not Console().is_terminal)
+    task = bar.add_task("", total=total, status="")
+    printed_at = time.monotonic()
+
+    def watch(tally: "Tally", speed: "Speed") -> None:
+        nonlocal printed_at
+        now = speed.summary()
+        status = (
+            f"{tally.failed} failed  {now['rows_per_second']:.1f} rows/s  "
+            f"{now['share_in_model']:.0%} in the model"
+        )
+        bar.update(task, completed=tally.rows, status=status)
+        if bar.disable and time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
+            bar.console.print(f"{tally.rows} rows  {status}", markup=False, highlight=False)
+            printed_at = time.monotonic()
+
+    with bar:
+        yield watch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

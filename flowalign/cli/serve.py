@@ -1,0 +1,117 @@
+"""`flowalign serve-reward`: a reward server over HTTP."""
+
+import argparse
+import ipaddress
+import os
+
+HELP = "Serve reward models to other processes and machines."
+LOOPBACK = ("localhost", "::1")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the verb; nothing heavy is imported."""
+    parser.add_argument("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
+    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
+    parser.add_argument("--port", type=int, default=8411)
+    parser.add_argument("--max_batch", type=int, default=64, help="samples per call of a model")
+    parser.add_argument(
+        "--max_wait_ms", type=float, default=3.0, help="a request waits so long for company"
+    )
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds per request, at most")
+    parser.add_argument("--max_request_mb", type=float, default=256.0)
+    parser.add_argument(
+        "--token_env", default="FLOWALIGN_REWARD_TOKEN", metavar="NAME",
+        help="environment variable with the token that clients must send",
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until interrupted."""
+    from flowalign.rewards.config import load_rewards
+    from flowalign.rewards.server import Limits, Service
+    from flowalign.utils.errors import ConfigError
+
+    token = os.environ.get(args.token_env)
+    if not token and not is_loopback(args.host):
+        raise ConfigError(
+            f"--host {args.host} can be reached from other machines, so clients need a token:\n"
+            f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
+        )
+    models, _ = load_rewards(args.rewards)
+    try:
+        limits = Limits(args.max_batch, args.max_wait_ms, args.deadline, args.max_request_mb)
+        service = Service(models, limits, token)
+        app = application(service)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    import uvicorn
+    from rich.console import Console
+
+    say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+    say(f"rewards on http://{args.host}:{args.port}: /health /spec /score. In a run file:")
+    say(snippet(service, f"http://{args.host}:{args.port}"))
+    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", access_log=False)
+    return 0
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host in LOOPBACK
+
+
+def snippet(service, url: str) -> str:
+    """The lines of a run file that use a server."""
+    lines = ["rewards:"]
+    for name, batcher in service.batchers.items():
+        spec = batcher.model.spec
+        lines += [
+            "- class_path: reward_models.remote.RemoteReward",
+            f"  init_args: {{url: {url}, model: {name}, dims: [{', '.join(spec.dims)}]}}",
+        ]
+    return "\n".join(lines)
+
+
+def application(service):
+    """The HTTP side. ValueError where its libraries are not installed."""
+    try:
+        from fastapi import FastAPI, Request
+        from fastapi.responses import JSONResponse
+    except ImportError as error:
+        raise ValueError("serving needs fastapi: pip install 'flowalign[serve]'") from error
+    from flowalign.rewards.server import Refused
+
+    app = FastAPI(title="flowalign rewards", docs_url=None, redoc_url=None, openapi_url=None)
+    most = int(service.limits.max_request_mb * 2**20)
+
+    def refused(_: Request, error: Exception) -> JSONResponse:
+        status = error.status if isinstance(error, Refused) else 500
+        return JSONResponse({"error": str(error)}, status)
+
+    app.add_exception_handler(Refused, refused)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        state = service.health()
+        return JSONResponse(state, 200 if state["status"] == "ready" else 503)
+
+    @app.get("/spec")
+    async def spec(request: Request) -> JSONResponse:
+        service.check_token(request.headers.get("authorization"))
+        return JSONResponse(service.specs())
+
+    @app.post("/score")
+    async def score(request: Request) -> JSONResponse:
+        service.check_token(request.headers.get("authorization"))
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > most:
+                raise Refused(413, f"a request may have {service.limits.max_request_mb:g} MB")
+        kind = request.headers.get("content-type", "")
+        return JSONResponse(await service.score(b"".join(chunks), kind))
+
+    return app

@@ -1,0 +1,95 @@
+"""`flowalign train`: train as a run file says."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flowalign.cli.check import planned
+from flowalign.cli.messages import UsageError, add_config, add_processes, printer
+
+if TYPE_CHECKING:
+    from flowalign.runs.config import AnyRun
+
+HELP = "Train as a run file says."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside what overrides the run file."""
+    add_config(parser)
+    parser.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT",
+                        help="go on from the newest checkpoint, or from this one")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="delete an earlier run there")
+    add_processes(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 for a finished run, 130 for one that was interrupted and can go on."""
+    from flowalign.runs.config import load
+
+    run_file, config = load(args.config, args.overrides)
+    return execute(run_file, config, args.resume, args.overwrite)
+
+
+def execute(run_file: "AnyRun", config: str, resume: str | None, overwrite: bool) -> int:
+    """Print the plan, train, and print what came of it."""
+    from flowalign.runs import session as runs
+    from flowalign.training import checkpoint
+    from flowalign.utils.console import table
+
+    log = printer()
+    folder = Path(run_file.output_dir)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    from_checkpoint = _checkpoint_to_resume(folder, resume) if resume else None
+    main = os.environ.get("RANK", "0") == "0"
+    rows = planned(run_file, world)
+    if main:
+        table(f"plan of {folder}", rows)
+    try:
+        if main and overwrite and not resume:
+            runs.remove(folder)
+        session = runs.start(run_file, config, log, from_checkpoint)
+        summary = runs.train(session, from_checkpoint)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if main:
+        table(f"{summary['status']} after {summary['steps']} steps", _outcome(summary))
+        log(f"report: {folder / 'report.html'}")
+        if saved := checkpoint.latest(folder / "checkpoints"):
+            averaged = f"; averaged, which the table is of: {saved / 'ema'}" if run_file.ema else ""
+            log(f"weights: {saved}{averaged}")
+    if summary["status"] == "interrupted":
+        log(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
+        return 130
+    return 0
+
+
+def _checkpoint_to_resume(folder: Path, resume: str) -> Path | None:
+    from flowalign.training import checkpoint
+    from flowalign.training.policy_gradient.calibrate import is_calibrating
+
+    if resume != "latest":
+        path = Path(resume)
+    else:
+        newest = checkpoint.latest(folder / "checkpoints")
+        if newest is None and is_calibrating(folder):
+            return None
+        if newest is None:
+            raise UsageError(f"nothing to resume: {folder / 'checkpoints'} holds no checkpoint")
+        path = newest
+    try:
+        checkpoint.check_complete(path)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return path
+
+
+def _outcome(summary: dict) -> dict[str, str]:
+    rows = {}
+    for name, value in (summary["after"] or {}).items():
+        before = summary["before"].get(name)
+        if value is not None and before is not None:
+            rows[name] = f"{before:.3f} -> {value:.3f} ({value - before:+.3f})"
+    for name in ("seconds", "network_evaluations", "reward_calls", "seed"):
+        rows[name] = str(summary[name])
+    return rows

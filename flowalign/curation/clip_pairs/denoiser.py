@@ -1,0 +1,116 @@
+"""What makers of pairs work with: a loaded policy that noises and denoises clips, and rewards."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign.functional.corruption import restored
+from flowalign.functional.matching import noised
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.completion import velocity
+from flowalign.types import Policy
+from flowalign.utils.seeds import generator
+
+
+@dataclass(frozen=True)
+class Clips:
+    """Real clips as the policy sees them."""
+
+    latents: Float[Tensor, "n C F H W"]
+    prompts: Sequence[str]
+    numbers: Sequence[int]
+    """Their places in the dataset: what is drawn for a clip depends on nothing else."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What rewards say of some clips."""
+
+    total: Float[Tensor, "n"]
+    """Weighted sum; NaN where a weighted dimension is unknown."""
+    by_dimension: Mapping[str, Float[Tensor, "n"]]
+    """Of the weighted ones."""
+    reasons: Mapping[int, str]
+    """Why a total is unknown."""
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """A policy and rewards that are loaded, and how clips are denoised."""
+
+    policy: Policy
+    rewards: Rewards
+    num_steps: int
+    """Of the sampler, from pure noise."""
+    seed: int
+    micro_batch: int
+    """Clips per network call and decode."""
+
+    @cached_property
+    def encoder(self) -> str:
+        """What identifies the policy's encoder; to find it, weights are read."""
+        return self.policy.encoders()[0]
+
+    def draws(self, purpose: str, clips: Clips) -> list[torch.Generator]:
+        """A generator for each clip."""
+        return [generator(self.seed, f"clip {purpose}", number) for number in clips.numbers]
+
+    def noise(self, purpose: str, clips: Clips) -> Float[Tensor, "n C F H W"]:
+        """Of size 1, whatever the policy's first sigma."""
+        shape = clips.latents.shape[1:]
+        drawn = [torch.randn(shape, generator=g) for g in self.draws(purpose, clips)]
+        return torch.stack(drawn).to(clips.latents)
+
+    @torch.no_grad()
+    def regenerated(
+        self,
+        clips: Clips,
+        noise: Float[Tensor, "n C F H W"],
+        starts: Int[Tensor, "n"],
+        mask: Float[Tensor, "n 1 F H W"] | None = None,
+    ) -> Float[Tensor, "n C F H W"]:
+        """Clips noised to the level of step `starts`, and denoised from there by the policy's ODE.
+
+        With a mask only what is within changes, see `restored`; a row enters the loop where its
+        own start is, so that rows of different levels share network calls.
+        """
+        policy, clean = self.policy, clips.latents
+        sigmas = policy.schedule(self.num_steps)
+        unique = sorted(set(clips.prompts))
+        cond, starts = policy.encode(unique), starts.to(clean.device)
+        row = torch.tensor([unique.index(p) for p in clips.prompts], device=clean.device)
+        x = noised(clean, noise, sigmas[starts])
+        for k in range(int(starts.min()), self.num_steps):
+            here = starts <= k
+            v = velocity(policy, x[here], sigmas[k], cond, row[here], self.micro_batch)
+            x[here] = x[here] + (sigmas[k + 1] - sigmas[k]) * v
+            if mask is not None:
+                kept = restored(x, clean, noise, sigmas[k + 1], mask)
+                x = torch.where(_rows(here, x), kept, x)
+        return x
+
+    def decoded(self, latents: Float[Tensor, "n C F H W"]) -> Float[Tensor, "n T 3 h w"]:
+        """Frames in [0, 1], on the CPU."""
+        self.rewards.costs.decodes += len(latents)
+        return torch.cat([self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)])
+
+    def scores(self, media: Float[Tensor, "n T 3 h w"], prompts: Sequence[str]) -> Scores:
+        """Of clips of one length, by the rewards and their weights."""
+        output = self.rewards.score(self.rewards.batch(media, prompts, fps=self.policy.fps))
+        weights, unknown = self.rewards.weights, ~self.rewards.usable(output.valid)
+        weighted = weights != 0
+        total = (output.values[:, weighted] * weights[weighted]).sum(1)
+        dims = zip(self.rewards.dims, output.values.unbind(1), weighted.tolist(), strict=True)
+        return Scores(
+            total.masked_fill(unknown, torch.nan),
+            {dim: values for dim, values, counts in dims if counts},
+            {i: output.reasons.get(i, "no reason given") for i in unknown.nonzero()[:, 0].tolist()},
+        )
+
+
+def _rows(which: Bool[Tensor, "n"], like: Tensor) -> Tensor:
+    return which.view(-1, *[1] * (like.ndim - 1))

@@ -1,0 +1,171 @@
+"""From a table of scores to the files of a preference dataset."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.curation.pairing.rules import Choice, Rule, staged
+from flowalign.curation.pairing.table import Table
+from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.validate import Inspection
+from flowalign.media.media import Media
+from flowalign.utils.files import aside
+
+TRAIN, HELD_OUT, SUMMARY, PAGE = "train.jsonl", "held_out.jsonl", "summary.json", "pairs.html"
+FILES = (TRAIN, HELD_OUT, SUMMARY, PAGE)
+
+
+@dataclass(frozen=True)
+class Job:
+    """How pairs are made of a table."""
+
+    table: Table
+    rule: Rule
+    by_record: bool = False
+    """Only media of one record are compared, otherwise all of one prompt."""
+    stages: int = 0
+    """Of a curriculum; 0: none."""
+    stages_by: str = "score"
+    mixed_shapes: bool = False
+    """Whether media of different sizes or numbers of frames may be a pair."""
+
+    @cached_property
+    def total(self) -> Float[Tensor, "n"]:
+        """Of every row; computed once, so that equal totals are equal wherever they appear."""
+        return self.rule.total(self.table.scores)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Pairs, and what did not become one."""
+
+    choices: Sequence[Choice]
+    prompts: int
+    """From which pairs come."""
+    media: Tally = field(default_factory=Tally)
+    """Rows that took no part."""
+    pairs: Tally = field(default_factory=Tally)
+    """Pairs that were chosen, and cannot be trained on."""
+
+
+def find(job: Job) -> Found:
+    """Choose pairs, prompt by prompt, in the order in which prompts first appear.
+
+    Raises:
+        ValueError: no prompt has two media.
+    """
+    table, inspection, media, pairs = job.table, Inspection(), Tally(), Tally()
+    if all(len(rows) < 2 for rows in _groups(job, range(len(table.media)))):
+        what = "record" if job.by_record else "prompt"
+        raise ValueError(f"every {what} has one medium, so there is nothing to compare")
+    choices: list[Choice] = []
+    for rows in _groups(job, _usable(job, inspection, media)):
+        if len(rows) < 2:
+            media.add("nothing to compare with", table.media[rows[0]].name)
+            continue
+        places = torch.tensor(rows)
+        for choice in job.rule.choose(places, table.scores[places], job.total[places]):
+            winner, loser = table.media[choice.winner], table.media[choice.loser]
+            sides = Media(winner.path), Media(loser.path)
+            if problem := inspection.of_pair(*sides, job.mixed_shapes):
+                pairs.add(problem, winner.name)
+            else:
+                choices.append(choice)
+    prompts = len({table.media[choice.winner].prompt for choice in choices})
+    if job.stages:
+        choices = staged(choices, job.stages, job.stages_by)
+    return Found(choices, prompts, media, pairs)
+
+
+def _usable(job: Job, inspection: Inspection, tally: Tally) -> Iterator[int]:
+    """Rows with a score and a file, no file twice for a prompt."""
+    known = job.table.scores.isfinite()
+    scored = (known.all(1) if job.rule.needs_all else known.any(1)).tolist()
+    seen: set[tuple[str, str, str]] = set()
+    for i, medium in enumerate(job.table.media):
+        place = (*_group(job, i), medium.path)
+        if not scored[i]:
+            tally.add(
+                "no valid score" + (f": {medium.reason}" if medium.reason else ""), medium.name
+            )
+        elif not medium.path:
+            tally.add("held by the dataset itself, not a file", medium.name)
+        elif problem := inspection.missing(medium.path):
+            tally.add(problem, medium.name)
+        elif place in seen:
+            tally.add("repeated medium", medium.name)
+        else:
+            seen.add(place)
+            yield i
+
+
+def _group(job: Job, i: int) -> tuple[str, str]:
+    """What a medium is compared within; without a prompt, its record."""
+    medium = job.table.media[i]
+    by_record = job.by_record or not medium.prompt
+    return medium.prompt, medium.record if by_record else ""
+
+
+def _groups(job: Job, rows: Iterable[int]) -> Iterable[list[int]]:
+    found: dict[tuple[str, str], list[int]] = {}
+    for i in rows:
+        found.setdefault(_group(job, i), []).append(i)
+    return found.values()
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def split(
+    table: Table, choices: Sequence[Choice], fraction: float, seed: int
+) -> tuple[list[Choice], list[Choice]]:
+    """Pairs to train on, and pairs held out: whole prompts, by a hash of prompt and seed."""
+    train, held_out = [], []
+    for choice in choices:
+        prompt = table.media[choice.winner].prompt
+        digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
+        (held_out if int.from_bytes(digest) < fraction * 2**64 else train).append(choice)
+    return train, held_out
+
+
+def line(job: Job, choice: Choice) -> dict[str, Any]:
+    """A row of the dataset, of schema chosen_rejected."""
+    winner, loser = job.table.media[choice.winner], job.table.media[choice.loser]
+    row = {
+        "prompt": winner.prompt, "chosen": winner.path, "rejected": loser.path,
+        "dimension": choice.dimension, "gap": choice.gap,
+        "scores_chosen": scores(job, choice.winner), "scores_rejected": scores(job, choice.loser),
+    }  # fmt: skip
+    return row | {"stage": choice.stage} if job.stages else row
+
+
+def scores(job: Job, row: int) -> dict[str, float]:
+    """In every dimension in which it has one, and the total where that decides."""
+    values = job.table.scores[row]
+    named = zip(job.table.dims, values.tolist(), strict=True)
+    found = {dim: value for dim, value in named if value == value}
+    if job.rule.needs_all and job.rule.decides not in found:
+        found[job.rule.decides] = job.total[row].item()
+    return found
+
+
+def write(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write a JSONL file aside and rename it."""
+    lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    with aside(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(lines)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that holds anything else; earlier pairs in it are replaced."""
+    others = sorted(p.name for p in folder.glob("*") if p.name not in FILES)
+    if others:
+        raise ValueError(f"{folder} holds {others[0]!r}, which is not of `flowalign pairs`")

@@ -1,0 +1,138 @@
+"""A table that `flowalign score` wrote: media, and their scores in the dimensions asked for."""
+
+import difflib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.data.readers.rows import FORMATS, Row
+
+_NEEDED = ("record", "medium", "prompt", "path")
+_TABLES = ("scores.parquet", "scores.jsonl")
+
+
+class Medium(NamedTuple):
+    """One row."""
+
+    record: str
+    number: int
+    """Of this medium in its record."""
+    prompt: str
+    path: str
+    """Absolute; empty where the dataset holds the medium itself."""
+    reason: str
+    """Why it has no score."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"record {self.record}, medium {self.number}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows and their scores, in the order of the file."""
+
+    dims: Sequence[str]
+    media: Sequence[Medium]
+    scores: Float[Tensor, "n R"]
+    """In float64, NaN where invalid."""
+    fingerprint: str
+
+
+def find_table(source: Path) -> Path:
+    """The table itself, or the one in a folder of `flowalign score`.
+
+    Raises:
+        ValueError: there is none, or there are two, or it is of another format.
+    """
+    if source.is_dir():
+        found = [source / name for name in _TABLES if (source / name).is_file()]
+        if len(found) != 1:
+            which = "both of" if found else "none of"
+            raise ValueError(f"{source} holds {which} {', '.join(_TABLES)}")
+        return found[0]
+    if not source.is_file():
+        raise ValueError(f"{str(source)!r} does not exist (looked in {Path.cwd()})")
+    if source.suffix not in (".parquet", ".jsonl"):
+        raise ValueError(f"{source} is neither a .parquet nor a .jsonl file")
+    return source
+
+
+def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
+    """Read a table; with no dimension named, all that it has.
+
+    Relative paths of media begin at `root`, or in the current folder.
+
+    Raises:
+        ValueError: it is no table of scores, has no such dimension, or its rows were scored by
+            different models.
+    """
+    rows = FORMATS[path.suffix](path)
+    first = next(rows, None)
+    if first is None:
+        raise ValueError(f"{path} holds no row")
+    dims = _dimensions(path, first, dims)
+    media: list[Medium] = []
+    scores: list[list[float]] = []
+    fingerprints: dict[str, str] = {}
+    for row in chain([first], rows):
+        fields = _fields(row)
+        media.append(_medium(fields, root))
+        scores.append([_score(fields, dim, row.where) for dim in dims])
+        fingerprints.setdefault(str(fields.get("fingerprint") or ""), row.where)
+    if len(fingerprints) > 1:
+        (one, there), (other, here) = list(fingerprints.items())[:2]
+        raise ValueError(
+            f"{path} holds scores of different models, which cannot be compared:\n"
+            f"{there}: {one[:80] or 'no fingerprint'}\n{here}: {other[:80] or 'no fingerprint'}"
+        )
+    values = torch.tensor(scores, dtype=torch.float64)
+    return Table(dims, media, values, next(iter(fingerprints)))
+
+
+def _dimensions(path: Path, first: Row, asked: Sequence[str]) -> Sequence[str]:
+    columns = _fields(first)
+    missing = [name for name in _NEEDED if name not in columns]
+    known = [name for name in columns if f"{name}_valid" in columns]
+    if missing or not known:
+        lacks = f"column {', '.join(missing)}" if missing else "scored dimension"
+        raise ValueError(f"{path} has no {lacks}: is it a table of `flowalign score`?")
+    for name in asked:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            there = ", ".join(known)
+            raise ValueError(f"{path} has no dimension {name!r}{hint}\nthere are {there}"[:400])
+    return asked or known
+
+
+def _fields(row: Row) -> Mapping[str, Any]:
+    if row.problem:
+        raise ValueError(f"{row.where} {row.problem}")
+    return row.fields
+
+
+def _medium(fields: Mapping[str, Any], root: str) -> Medium:
+    path = fields.get("path") or ""
+    return Medium(
+        str(fields.get("record")), int(fields.get("medium") or 0), str(fields.get("prompt") or ""),
+        os.path.abspath(os.path.join(root, path)) if path else "", str(fields.get("reason") or ""),
+    )  # fmt: skip
+
+
+def _score(fields: Mapping[str, Any], dim: str, where: str) -> float:
+    value = fields.get(dim)
+    if value is None or not fields.get(f"{dim}_valid"):
+        return math.nan
+    if not isinstance(value, int | float):
+        raise ValueError(f"{where}: {dim} is {value!r}, not a number")
+    return float(value) if math.isfinite(value) else math.nan

@@ -1,0 +1,295 @@
+"""A scoring job: decode ahead, batch by shape, score, save in parts, resume where it stopped."""
+
+import itertools
+import json
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flowalign.curation.scoring.rows import Column, Item, assemble, prepare, score, unscored
+from flowalign.curation.scoring.table import FIXED, Parts, Row, merge
+from flowalign.data.readers import Dataset
+from flowalign.data.records import Record
+from flowalign.types import RewardModel
+from flowalign.utils.files import write_text
+
+RECORDS_PER_PART = 256
+_MEMORY = 1 << 29
+"""Bytes of decoded pixels that may wait for their turn, and as many for others of their shape."""
+_BATCHES_AHEAD = 2
+_ROWS_BEFORE_JUDGING = 100
+_REASONS_TOLD = 50
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to score with what, and how."""
+
+    dataset: Dataset
+    models: Sequence[RewardModel]
+    folder: Path
+    batch_size: int = 32
+    workers: int = 4
+    """Threads that decode."""
+    limit: int | None = None
+    """Records, from the first one."""
+    max_frames: int | None = None
+    max_failed_fraction: float = 0.05
+    shard: tuple[int, int] = (0, 1)
+    """This process scores every n-th block of records, beginning with the i-th."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a table."""
+        dims = [dim for model in self.models for dim in model.spec.dims]
+        repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
+        if repeated:
+            raise ValueError(f"reward dimensions {repeated} would be two columns of one name")
+        if not 0 <= self.shard[0] < self.shard[1]:
+            raise ValueError(f"shard {self.shard[0]}/{self.shard[1]}: i/n needs 0 <= i < n")
+
+
+@dataclass
+class Tally:
+    """What the rows so far say."""
+
+    rows: int = 0
+    failed: int = 0
+    """Rows with a dimension that could not be scored."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """How often each kind of problem; what follows a colon is left out."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """Count, mean, sum of squared deviations, lowest and highest score of every dimension."""
+
+    def add(self, row: Row) -> None:
+        """Count one row."""
+        self.rows += 1
+        self.failed += any(row[name] is False for name in row if name.endswith("_valid"))
+        for reason in (row["reason"] or "").split("; "):
+            if reason:
+                self.reasons[reason.partition(":")[0]] += 1
+        for dim in (name.removesuffix("_valid") for name in row if name.endswith("_valid")):
+            value, seen = row[dim], self.values.setdefault(dim, [0, 0.0, 0.0, math.inf, -math.inf])
+            if value is not None:
+                count, mean = seen[0] + 1, seen[1] + (value - seen[1]) / (seen[0] + 1)
+                squares = seen[2] + (value - seen[1]) * (value - mean)
+                seen[:] = [count, mean, squares, min(seen[3], value), max(seen[4], value)]
+
+    def check(self, max_failed_fraction: float, at_least: int = 1) -> None:
+        """Raise TooManyFailed where that is so."""
+        if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
+            most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
+            raise TooManyFailed(
+                f"{self.failed} of {self.rows} rows failed, more than the allowed share of "
+                f"{max_failed_fraction:g}: {most}",
+                self,
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json."""
+        dims = {}
+        for dim, (count, mean, squares, low, high) in self.values.items():
+            known = {"mean": mean, "std": math.sqrt(squares / count), "min": low, "max": high} \
+                if count else {}  # fmt: skip
+            dims[dim] = {"valid": int(count), **known}
+        return {
+            "rows": self.rows, "failed": self.failed,
+            "failed_fraction": self.failed / self.rows if self.rows else 0.0,
+            "reasons": dict(self.reasons.most_common(_REASONS_TOLD)), "dimensions": dims,
+        }  # fmt: skip
+
+
+class TooManyFailed(RuntimeError):
+    """More rows failed than the job allows; what was saved stays."""
+
+    def __init__(self, message: str, tally: Tally):
+        super().__init__(message)
+        self.tally = tally
+
+
+@dataclass
+class Speed:
+    """Of this process, without what an earlier one had done."""
+
+    rows: int = 0
+    in_model: float = 0.0
+    """Seconds."""
+    start: float = field(default_factory=time.perf_counter)
+
+    def summary(self) -> dict[str, float]:
+        """Rows a second, and the share of the time that a model was at work."""
+        wall = max(time.perf_counter() - self.start, 1e-9)
+        return {"rows_per_second": self.rows / wall, "share_in_model": self.in_model / wall}
+
+
+Watch = Callable[[Tally, Speed], None]
+
+
+def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
+    """Score what is missing of this shard; the blocks of the whole dataset.
+
+    Raises:
+        TooManyFailed: judged after every block.
+    """
+    parts, tally = Parts(job.folder / "parts"), Tally()
+    blocks: list[int] = []
+
+    def missing() -> Iterator[tuple[int, int, Record]]:
+        for block, records in _blocks(itertools.islice(iter(job.dataset), job.limit)):
+            blocks.append(block)
+            if block % job.shard[1] == job.shard[0] and block not in parts:
+                yield from ((block, i, record) for i, record in records)
+
+    started_with = [b for b in parts.blocks() if b % job.shard[1] == job.shard[0]]
+    for row in parts.rows(started_with):
+        tally.add(row)
+    tally.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+    for block, rows in _scored(job, missing(), speed):
+        parts.write(block, rows)
+        for row in rows:
+            tally.add(row)
+        watch(tally, speed)
+        tally.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+    return blocks
+
+
+def finish(folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]) -> Tally:
+    """Merge all parts into `scores.<kind>`, and say in `summary.json` what came out."""
+    parts, tally = Parts(folder / "parts"), Tally()
+    for row in parts.rows(blocks):
+        tally.add(row)
+    merge(parts, blocks, folder / f"scores.{kind}")
+    summarise(folder, tally, {"status": "complete", **about})
+    return tally
+
+
+def summarise(folder: Path, tally: Tally, about: Mapping[str, Any]) -> None:
+    """Write `summary.json`."""
+    text = json.dumps({**about, **tally.summary()}, indent=2, ensure_ascii=False)
+    write_text(folder / "summary.json", text + "\n")
+
+
+def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Record]]]]:
+    numbered = enumerate(records)
+    for block in itertools.count():
+        part = list(itertools.islice(numbered, RECORDS_PER_PART))
+        if not part:
+            return
+        yield block, part
+
+
+def _scored(
+    job: Job, todo: Iterator[tuple[int, int, Record]], speed: Speed
+) -> Iterator[tuple[int, list[dict[str, Column]]]]:
+    """Rows of every block, in order. The next block is decoded and scored before one is done."""
+    with (
+        ThreadPoolExecutor(job.workers, "decode") as decoders,
+        ThreadPoolExecutor(1, "score") as scorer,
+    ):
+        waiting: deque[_Block] = deque()
+        try:
+            items = _ahead(job, decoders, todo)
+            for block, of_block in itertools.groupby(items, lambda found: found[0]):
+                waiting.append(_Block(job, block, scorer, speed))
+                for _, item in of_block:
+                    waiting[-1].add(item)
+                waiting[-1].flush()
+                if len(waiting) > 1:
+                    done = waiting.popleft()
+                    yield done.number, done.rows()
+            while waiting:
+                done = waiting.popleft()
+                yield done.number, done.rows()
+        finally:
+            decoders.shutdown(wait=True, cancel_futures=True)
+            scorer.shutdown(wait=True, cancel_futures=True)
+
+
+def _ahead(
+    job: Job, decoders: ThreadPoolExecutor, todo: Iterator[tuple[int, int, Record]]
+) -> Iterator[tuple[int, Item]]:
+    """Items in order, as many decoded ahead as the next batch needs and memory allows."""
+    pending: deque[tuple[int, Future[Item]]] = deque()
+    depth = largest = 0
+    for block, index, record in todo:
+        for medium in range(max(len(record.media), 1)):
+            future = decoders.submit(prepare, record, index, medium, job.max_frames)
+            pending.append((block, future))
+            while len(pending) > max(depth, job.workers):
+                yield (found := _taken(pending.popleft()))
+                largest = max(largest, found[1].size, 1)
+                depth = min(job.batch_size + 2 * job.workers, _MEMORY // largest)
+    while pending:
+        yield _taken(pending.popleft())
+
+
+def _taken(entry: tuple[int, Future[Item]]) -> tuple[int, Item]:
+    return entry[0], entry[1].result()
+
+
+class _Block:
+    """Items of one block on their way through the models, those of a shape together."""
+
+    def __init__(self, job: Job, number: int, scorer: ThreadPoolExecutor, speed: Speed):
+        self.number, self._job, self._scorer, self._speed = number, job, scorer, speed
+        self._whole = any("groups" in model.spec.needs for model in job.models)
+        self._buckets: dict[tuple[Any, ...], list[Item]] = {}
+        self._futures: deque[Future[list[dict[str, Column]]]] = deque()
+        self._rows: dict[tuple[int, int], dict[str, Column]] = {}
+        self._order: list[tuple[int, int]] = []
+        self._items: deque[Sequence[Item]] = deque()
+        self._held = 0
+
+    def add(self, item: Item) -> None:
+        """Batches that are full go to the models at once."""
+        place = (item.index, item.medium)
+        self._order.append(place)
+        if item.clip is None:
+            self._rows[place] = unscored(self._job.models, item)
+        else:
+            shape = (*item.clip.pixels.shape, item.clip.fps is None)
+            self._buckets.setdefault(shape, []).append(item)
+            self._held += item.size
+        if not self._whole or item.medium + 1 >= len(item.record.media):
+            self._send_full()
+
+    def flush(self) -> None:
+        """Send what is left, full or not."""
+        for shape in list(self._buckets):
+            self._send(self._buckets.pop(shape))
+
+    def rows(self) -> list[dict[str, Column]]:
+        """Wait for the last batch; all rows, in the order of the dataset."""
+        while self._futures:
+            self._collect()
+        return [self._rows[place] for place in self._order]
+
+    def _send_full(self) -> None:
+        for shape, bucket in list(self._buckets.items()):
+            if len(bucket) >= self._job.batch_size:
+                self._send(self._buckets.pop(shape))
+        while self._held > _MEMORY:
+            largest = max(self._buckets, key=lambda shape: math.prod(shape[:4]))
+            self._send(self._buckets.pop(largest))
+
+    def _send(self, items: Sequence[Item]) -> None:
+        while len(self._futures) >= _BATCHES_AHEAD:
+            self._collect()
+        self._held -= sum(item.size for item in items)
+        self._items.append(items)
+        self._futures.append(self._scorer.submit(self._score, items, assemble(items)))
+
+    def _score(self, items, batch) -> list[dict[str, Column]]:
+        start = time.perf_counter()
+        rows = score(self._job.models, items, batch)
+        self._speed.in_model += time.perf_counter() - start
+        self._speed.rows += len(rows)
+        return rows
+
+    def _collect(self) -> None:
+        places = [(item.index, item.medium) for item in self._items.popleft()]
+        self._rows |= zip(places, self._futures.popleft().result(), strict=True)

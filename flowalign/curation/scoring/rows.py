@@ -1,0 +1,162 @@
+"""From a medium to a row of the table: decoding it, scoring it with others, naming the columns."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.data.records import Record
+from flowalign.media.decode import Clip, MediaProblem, decode
+from flowalign.media.media import Media
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+Column = str | int | float | bool | None
+
+
+@dataclass(frozen=True)
+class Item:
+    """One medium of a record, decoded, or the reason why it could not be."""
+
+    record: Record
+    index: int
+    """Of the record in its dataset."""
+    medium: int
+    """Of this medium in the record."""
+    clip: Clip | None = None
+    references: Sequence[Float[Tensor, "3 h w"]] = ()
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """Bytes of its pixels."""
+        return self.clip.pixels.numel() if self.clip else 0
+
+
+def prepare(record: Record, index: int, medium: int, max_frames: int | None = None) -> Item:
+    """Decode one medium of a record, and the record's references."""
+    if record.problem:
+        return Item(record, index, medium, reason=record.problem)
+    try:
+        clip = decode(record.media[medium], max_frames)
+        references = [_still(reference) for reference in record.references]
+    except MediaProblem as problem:
+        return Item(record, index, medium, reason=str(problem))
+    return Item(record, index, medium, clip, references)
+
+
+def _still(medium: Media) -> Float[Tensor, "3 h w"]:
+    return decode(medium, 1).frames[0]
+
+
+def assemble(items: Sequence[Item]) -> MediaBatch:
+    """Decoded items of one shape, all with frames per second or all without."""
+    clips = [item.clip for item in items if item.clip]
+    rates = [clip.fps for clip in clips if clip.fps is not None]
+    return MediaBatch(
+        torch.stack([clip.pixels for clip in clips]).float() / 255,
+        [item.record.prompt for item in items], [item.record.metadata for item in items],
+        rates, [item.references for item in items], [item.index for item in items],
+    )  # fmt: skip
+
+
+def score(
+    models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch
+) -> list[dict[str, Column]]:
+    """A row for each item, with the columns of all models."""
+    rows: list[dict[str, Column]] = [{} for _ in items]
+    reasons: list[list[str]] = [[] for _ in items]
+    for model in models:
+        unsuited = _unsuited(model.spec, items)
+        suited = [i for i in range(len(items)) if i not in unsuited]
+        for i in unsuited:
+            rows[i] |= _no_scores(model.spec)
+            reasons[i].append(unsuited[i])
+        if not suited:
+            continue
+        for i, (columns, why) in zip(suited, _scored(model, batch.take(suited)), strict=True):
+            rows[i] |= columns
+            reasons[i] += [why] if why else []
+    return [
+        _row(item, "; ".join(why), columns, models)
+        for item, why, columns in zip(items, reasons, rows, strict=True)
+    ]
+
+
+def unscored(models: Sequence[RewardModel], item: Item) -> dict[str, Column]:
+    """The row of an item that could not be decoded."""
+    columns: dict[str, Column] = {}
+    for model in models:
+        columns |= _no_scores(model.spec)
+    return _row(item, item.reason, columns, models)
+
+
+def fingerprint(models: Sequence[RewardModel]) -> str:
+    """Of all models together: rows with different ones are not comparable."""
+    return "+".join(model.spec.fingerprint() for model in models)
+
+
+def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
+    """What the model would refuse as a batch is a reason of single rows here."""
+    together = Counter(item.index for item in items)
+    reasons = {}
+    for i, item in enumerate(items):
+        frames = len(item.clip.pixels) if item.clip else 0
+        if spec.modality == "image" and frames > 1:
+            reasons[i] = f"{spec.name} scores images, not videos"
+        elif "fps" in spec.needs and (item.clip is None or item.clip.fps is None):
+            reasons[i] = f"{spec.name} needs frames per second, which are unknown"
+        elif "references" in spec.needs and not item.references:
+            reasons[i] = f"{spec.name} needs reference images"
+        elif "groups" in spec.needs and together[item.index] < len(item.record.media):
+            reasons[i] = f"{spec.name} compares media of one shape, all of which can be read"
+    return reasons
+
+
+def _scored(model: RewardModel, batch: MediaBatch) -> list[tuple[dict[str, Column], str]]:
+    """Columns and reason of every sample; one that the model refuses fails alone."""
+    try:
+        output = model.score(batch)
+    except ValueError as error:
+        if len(batch) == 1 or "groups" in model.spec.needs:
+            why = f"{model.spec.name} refused: {str(error).splitlines()[0] if str(error) else ''}"
+            return [(_no_scores(model.spec), why)] * len(batch)
+        return [one for part in batch.chunks(1) for one in _scored(model, part)]
+    return [(_columns(model.spec, output, i), output.reasons.get(i, "")) for i in range(len(batch))]
+
+
+def _columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    valid, values = output.valid[i].tolist(), output.values[i].tolist()
+    spread = None if output.uncertainty is None else output.uncertainty[i].tolist()
+    for r, dim in enumerate(spec.dims):
+        columns[dim] = values[r] if valid[r] else None
+        columns[f"{dim}_valid"] = valid[r]
+        if spread is not None:
+            columns[f"{dim}_uncertainty"] = spread[r] if valid[r] else None
+    return columns
+
+
+def _no_scores(spec: RewardSpec) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    for dim in spec.dims:
+        columns |= {dim: None, f"{dim}_valid": False}
+    return columns
+
+
+def _row(
+    item: Item, reason: str, scores: Mapping[str, Column], models: Sequence[RewardModel]
+) -> dict[str, Column]:
+    record = item.record
+    said: dict[str, Column] = {}
+    for kind, by_dim in (
+        ("rank", record.ranks), ("votes", record.votes), ("rating", record.ratings)
+    ):  # fmt: skip
+        said |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
+    return {
+        "record": record.id, "medium": item.medium, "prompt": record.prompt,
+        "path": record.media[item.medium].path if record.media else None,
+        "reason": reason or None, "fingerprint": fingerprint(models), **said, **scores,
+    }  # fmt: skip

@@ -1,0 +1,123 @@
+"""Scores on disk: parts that appear whole or not at all, and the table they are merged into."""
+
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flowalign.utils.files import aside
+
+Row = Mapping[str, Any]
+FORMATS = ("parquet", "jsonl")
+FIXED = {
+    "record": "string", "medium": "int64", "prompt": "string", "path": "string",
+    "reason": "string", "fingerprint": "string",
+}  # fmt: skip
+"""Columns of every table, with their types."""
+_ROWS_AT_ONCE = 4096
+_DIGITS = 8
+
+
+class Parts:
+    """The rows of one block of records are one file, named after the block.
+
+    A part is written aside and renamed. So a kill loses the block in progress, a block that is
+    there is complete, and one that is scored twice is the same file.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def __contains__(self, block: int) -> bool:
+        return self._path(block).exists()
+
+    def write(self, block: int, rows: Sequence[Row]) -> None:
+        """Save the rows of a block."""
+        lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+        with aside(self._path(block)) as partial, partial.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(self, blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """The saved rows of these blocks, in order.
+
+        Raises:
+            ValueError: a block is missing.
+        """
+        for block in blocks:
+            if block not in self:
+                raise ValueError(f"block {block} of {self.folder} has not been scored yet")
+            with self._path(block).open(encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+    def blocks(self) -> list[int]:
+        """Those that are there, in order."""
+        return sorted(int(path.stem) for path in self.folder.glob("*.jsonl"))
+
+    def _path(self, block: int) -> Path:
+        return self.folder / f"{block:0{_DIGITS}}.jsonl"
+
+
+@contextmanager
+def alone(lock: Path) -> Iterator[None]:
+    """Hold a lock file; it is free again when the process ends, however it ends.
+
+    Raises:
+        ValueError: another process holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with lock.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"another process is scoring into {lock.parent}") from error
+        yield
+
+
+def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
+    """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
+    columns = _columns(parts.rows(blocks))
+    rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
+    with aside(table) as partial:
+        if table.suffix == ".parquet":
+            _write_parquet(partial, rows, columns)
+        else:
+            with partial.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _columns(rows: Iterator[Row]) -> dict[str, str]:
+    """Names and types: what people said of some rows is a column of all."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    said = sorted(name for name in names if name.partition("/")[0] in ("rank", "votes", "rating"))
+    scored = [name for name in names if name not in said and name not in FIXED]
+    kinds = {name: "bool" if name.endswith("_valid") else "double" for name in scored}
+    return FIXED | dict.fromkeys(said, "double") | kinds
+
+
+def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {"string": pyarrow.string(), "int64": pyarrow.int64(),
+             "double": pyarrow.float64(), "bool": pyarrow.bool_()}  # fmt: skip
+    schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    with parquet.ParquetWriter(path, schema) as writer:
+        while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
+            writer.write_table(pyarrow.Table.from_pylist(batch, schema))
+
+
+def needs_pyarrow() -> None:
+    """Raise a ValueError where parquet cannot be written, before anything is scored."""
+    try:
+        import pyarrow.parquet  # noqa: F401
+    except ImportError as error:
+        raise ValueError(
+            "parquet needs pyarrow: pip install 'flowalign[data]', or --format jsonl"
+        ) from error

@@ -1,0 +1,257 @@
+"""Latents of media and embeddings of prompts: computed once, kept in a folder, read by the row.
+
+<folder>/<encoder>/ is a `Store`: of media by their content, of prompts by their text.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, UInt8
+from torch import Tensor
+
+from flowalign.data.latents.latent_files import is_latent, read_latent
+from flowalign.data.latents.tensor_store import Key, Keys, Store
+from flowalign.data.preference.prefetch import prefetched
+from flowalign.distributed.processes import ALONE, Processes
+from flowalign.media.decode import MediaProblem, decode, digest
+from flowalign.media.media import Media
+from flowalign.types import Cond, Policy
+
+FLIPS = (False, True)
+MEDIA_AT_ONCE = 2048
+"""So many are read before they are encoded, by all processes together: their bytes stay in memory
+until then."""
+
+
+class Latents:
+    """Clean latents of media under a loaded policy, by the content of their files."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        folder: Path | None,
+        dtype: torch.dtype = torch.float32,
+        max_frames: int | None = None,
+        batch: int = 8,
+        processes: Processes = ALONE,
+    ):
+        """`dtype` is what is kept, `max_frames` how many evenly spaced frames of a video, null: as
+        many at such a rate as the policy makes; `batch` goes at once."""
+        self.policy, self.dtype, self.max_frames, self.batch = policy, dtype, max_frames, batch
+        self.store = Store(folder / self.encoder if folder else None, processes)
+        self.num_encoded = 0
+        """Latents that were computed, not found."""
+        self.num_stored = 0
+        """Latents that the dataset holds itself."""
+        self._digests: dict[str, bytes] = {}
+
+    @cached_property
+    def encoder(self) -> str:
+        """What identifies the encoder; to find it, weights are read."""
+        return self.policy.encoders()[0]
+
+    def prepare(self, media: Sequence[Media], flips: bool) -> dict[int, str]:
+        """Encode what is missing, with flips also mirrored left to right; why media have no latent.
+
+        Best called with many: what one call encodes shares files.
+        """
+        failed: dict[int, str] = {}
+        keys: dict[int, Keys] = {}
+        for i, medium in enumerate(media):
+            try:
+                keys[i] = tuple(self._key(medium, flip) for flip in FLIPS[: 1 + flips])
+            except (OSError, ValueError) as error:
+                failed[i] = str(error)
+        broken = self.store.fill({some: media[i] for i, some in keys.items()}, self._encode)
+        return failed | {
+            i: broken[key] for i, some in keys.items() for key in some if key in broken
+        }
+
+    def identified(self, medium: Media) -> Media:
+        """The medium with its digest. A file is read once.
+
+        Raises:
+            ValueError: it has neither a path nor data.
+            OSError: the file cannot be read.
+        """
+        return replace(medium, digest=self._digest(medium).hex())
+
+    def read(self, media: Sequence[Media], flipped: Sequence[bool]) -> Float[Tensor, "n *latent"]:
+        """Latents of prepared media, mirrored where `flipped`, in float32 on the CPU.
+
+        Raises:
+            ValueError: one was not prepared, or they differ in shape.
+        """
+        keys = [self._key(medium, flip) for medium, flip in zip(media, flipped, strict=True)]
+        for key in self.store.missing(keys):
+            medium = media[keys.index(key)]
+            raise ValueError(f"no latent of {medium}: it was not prepared, or it failed then")
+        return self.store.read(keys)["latent"].float()
+
+    def _key(self, medium: Media, flip: bool) -> Key:
+        how = f" {flip} {self.max_frames} {self.dtype}"
+        if self.policy.fps:
+            how += f" {self.policy.fps} {self.policy.num_frames} {medium.fps}"
+        return hashlib.sha256(self._digest(medium) + how.encode()).digest()
+
+    def _digest(self, medium: Media) -> bytes:
+        if medium.digest:
+            return bytes.fromhex(medium.digest)
+        if medium.path is None:
+            return digest(medium)
+        if medium.path not in self._digests:
+            self._digests[medium.path] = digest(medium)
+        return self._digests[medium.path]
+
+    def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
+        """Put latents of media, those of one shape together; why some have none."""
+        parts = [todo[i : i + self.batch] for i in range(0, len(todo), self.batch)]
+        ahead = prefetched(lambda n: self._decode(parts[n]), range(len(parts)), ahead=2)
+        broken: dict[Key, str] = {}
+        try:
+            for decoded, _ in ahead:
+                shapes: dict[torch.Size, dict[Key, Tensor]] = {}
+                for key, pixels in decoded.items():
+                    if isinstance(pixels, str):
+                        broken[key] = pixels
+                    elif pixels.is_floating_point():
+                        self.store.put(key, {"latent": pixels})
+                        self.num_stored += 1
+                    else:
+                        shapes.setdefault(pixels.shape, {})[key] = pixels
+                for alike in shapes.values():
+                    broken |= self._embed(alike)
+        finally:
+            self.store.flush()
+        return broken
+
+    def _decode(self, part: Sequence[tuple[Keys, Media]]) -> dict[Key, Tensor | str]:
+        """Frames in 8 bits, or a latent, or why there is neither."""
+        found: dict[Key, Tensor | str] = {}
+        for keys, medium in part:
+            try:
+                if is_latent(medium):
+                    found |= dict.fromkeys(keys, self._adopted(medium, flips=len(keys) > 1))
+                    continue
+                pixels = self._pixels(medium)
+                mirrored = self._key(medium, True)
+                found |= {key: pixels.flip(-1) if key == mirrored else pixels for key in keys}
+            except (OSError, ValueError) as error:
+                found |= dict.fromkeys(keys, str(error))
+        return found
+
+    def _pixels(self, medium: Media) -> UInt8[Tensor, "F 3 H W"]:
+        if self.max_frames:
+            return decode(medium, self.max_frames).pixels
+        return decode(medium, fps=self.policy.fps, num_frames=self.policy.num_frames).pixels
+
+    def _adopted(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
+        """A latent that lies in a file. MediaProblem where it is not one of this policy."""
+        if flips or self.max_frames:
+            raise MediaProblem(
+                f"latent that cannot be changed: {medium.path}; set data.flip to 0 and "
+                "data.max_frames to null"
+            )
+        latent = read_latent(str(medium.path), self.encoder)
+        if not latent.isfinite().all():
+            raise MediaProblem(f"latent that is not finite: {medium.path}")
+        return latent.to(self.dtype)
+
+    @torch.no_grad()
+    def _embed(self, pixels: Mapping[Key, UInt8[Tensor, "F 3 H W"]]) -> dict[Key, str]:
+        broken: dict[Key, str] = {}
+        keys = list(pixels)
+        for some in (keys[i : i + self.batch] for i in range(0, len(keys), self.batch)):
+            frames = torch.stack([pixels[key] for key in some]).float() / 255
+            try:
+                latents = self.policy.embed(frames).to("cpu", self.dtype)
+            except ValueError as error:
+                broken |= dict.fromkeys(some, str(error))
+                continue
+            self.num_encoded += len(some)
+            for key, latent in zip(some, latents, strict=True):
+                if latent.isfinite().all():
+                    self.store.put(key, {"latent": latent})
+                else:
+                    broken[key] = f"its latent is not finite in {self.dtype}"
+        return broken
+
+
+class Intake:
+    """Has media encoded while they are read, so that the bytes of only some are in memory."""
+
+    def __init__(self, latents: Latents, flips: bool):
+        self.latents, self.flips = latents, flips
+        self.failed: dict[Media, str] = {}
+        """Why media have no latent; complete after `finish`."""
+        self._known: dict[Media, Media] = {}
+        self._waiting: dict[Media, Media] = {}
+
+    def take(self, medium: Media) -> Media:
+        """The medium without its bytes, the same one each time, and to be encoded."""
+        try:
+            found = self.latents.identified(medium)
+        except (OSError, ValueError):
+            found = medium  # which `prepare` will say
+        kept = replace(found, data=None)
+        if kept not in self._known:
+            self._known[kept], self._waiting[kept] = kept, found
+            if len(self._waiting) >= MEDIA_AT_ONCE:
+                self.finish()
+        return self._known[kept]
+
+    def finish(self) -> None:
+        """Encode what is waiting. All processes must call this alike."""
+        kept = list(self._waiting)
+        failed = self.latents.prepare(list(self._waiting.values()), self.flips)
+        self.failed |= {kept[i]: why for i, why in failed.items()}
+        self._waiting.clear()
+
+
+class Texts:
+    """What a loaded policy makes of prompts."""
+
+    def __init__(
+        self, policy: Policy, folder: Path | None, batch: int = 32, processes: Processes = ALONE
+    ):
+        """`batch` prompts are encoded at once."""
+        self.policy, self.batch = policy, batch
+        self.store = Store(folder / policy.encoders()[1] if folder else None, processes)
+        self.num_encoded = 0
+        """Prompts that were computed, not found."""
+
+    def prepare(self, prompts: Sequence[str]) -> None:
+        """Encode what is missing. Best called with many: what one call encodes shares files."""
+        self.store.fill({(self._key(prompt),): prompt for prompt in prompts}, self._encode)
+
+    def read(self, prompts: Sequence[str]) -> Cond:
+        """Conditioning of prepared prompts, one row for each, on the CPU, in the policy's dtype.
+
+        Raises:
+            ValueError: one was not prepared.
+        """
+        keys = [self._key(prompt) for prompt in prompts]
+        for key in self.store.missing(keys):
+            raise ValueError(f"prompt {prompts[keys.index(key)]!r} was not prepared")
+        return self.store.read(keys)
+
+    def _key(self, prompt: str) -> Key:
+        return hashlib.sha256(prompt.encode()).digest()
+
+    @torch.no_grad()
+    def _encode(self, todo: Sequence[tuple[Keys, str]]) -> dict[Key, str]:
+        """Put the conditions of prompts; all have some."""
+        try:
+            for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
+                encoded = self.policy.encode([prompt for _, prompt in some])
+                cond = {name: value.cpu() for name, value in encoded.items()}
+                self.num_encoded += len(some)
+                for n, ((key,), _) in enumerate(some):
+                    self.store.put(key, {name: value[n] for name, value in cond.items()})
+        finally:
+            self.store.flush()
+        return {}

@@ -1,0 +1,72 @@
+"""Clean latents as files, with the encoder that they belong to: media that are trained on as is.
+
+What a policy made itself need not go through its decoder, a video codec and its encoder.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Float
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowalign.media.decode import MediaProblem
+from flowalign.media.media import Media
+from flowalign.utils.files import aside
+
+_NAME, _ENCODER = "latent", "encoder"
+
+
+def is_latent(medium: Media) -> bool:
+    """Whether its file holds a latent, by the name."""
+    return medium.path is not None and medium.path.endswith(".safetensors")
+
+
+def save_latent(path: Path, latent: Float[Tensor, "*latent"], encoder: str) -> None:
+    """Write a latent aside and rename it; `encoder` is the first of `Policy.encoders`."""
+    with aside(path) as partial:
+        save_file({_NAME: latent.detach().cpu().contiguous()}, partial, {_ENCODER: encoder})
+
+
+def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
+    """The latent of a file.
+
+    Raises:
+        MediaProblem: it is missing or damaged, or belongs to another encoder.
+    """
+    with _opened(path) as file:
+        found = (file.metadata() or {}).get(_ENCODER)
+        if found != encoder:
+            raise MediaProblem(
+                f"latent of another encoder: {path} is of {found}, the policy has {encoder}"
+            )
+        return file.get_tensor(_NAME)
+
+
+def latent_shape(path: str) -> tuple[int, int, int]:
+    """Width, height and frames of a latent, without reading it.
+
+    Raises:
+        MediaProblem: the file is damaged, or holds no latent of a clip.
+    """
+    with _opened(path) as file:
+        shape = file.get_slice(_NAME).get_shape()
+    if len(shape) != 4:
+        raise MediaProblem(f"latent of no clip: {path} has shape {shape}, not [C, F, H, W]")
+    return shape[3], shape[2], shape[1]
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    if not Path(path).is_file():
+        raise MediaProblem(f"missing file: {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            if list(file.keys()) != [_NAME]:
+                raise MediaProblem(f"latent of no clip: {path} holds {sorted(file.keys())}")
+            yield file
+    except SafetensorError as error:
+        raise MediaProblem(f"damaged latent: {path} ({error})") from error

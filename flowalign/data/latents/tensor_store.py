@@ -1,0 +1,151 @@
+"""Rows of tensors by key: computed once by one of all processes, kept in a folder, read by the row.
+
+<folder>/<hash of its keys>.safetensors holds up to 256 rows and about 64 MiB: `key`, a SHA-256 of
+what was encoded and how, and the tensors. Files are written aside and renamed, and never changed:
+several processes may share a folder, and a kill loses at most one file's work. They are mapped into
+memory, not read: a batch costs its own rows, however large the folder is.
+"""
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from flowalign.distributed.processes import ALONE, Processes
+
+ROWS_PER_FILE = 256
+BYTES_PER_FILE = 1 << 26
+
+Key = bytes
+Keys = tuple[Key, ...]
+"""Of the rows that are made of one thing."""
+Row = Mapping[str, Tensor]
+T = TypeVar("T")
+
+
+class Store:
+    """Rows of tensors by key, in a folder or, without one, in memory."""
+
+    def __init__(self, folder: Path | None, processes: Processes = ALONE):
+        self.folder, self.processes = folder, processes
+        self.num_found = 0
+        """Rows that were there before they were to be filled in."""
+        self.num_damaged = 0
+        """Files that this process found unreadable and deleted; their rows are missing."""
+        self._places: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
+        self._mapped: set[str] = set()
+        self._pending: dict[tuple, dict[Key, Row]] = {}
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def missing(self, keys: Sequence[Key]) -> list[Key]:
+        """Those that neither this process nor another has written."""
+        if any(key not in self._places for key in keys):
+            self._refresh()
+        return [key for key in keys if key not in self._places]
+
+    def fill(
+        self,
+        wanted: Mapping[Keys, T],
+        compute: Callable[[Sequence[tuple[Keys, T]]], dict[Key, str]],
+    ) -> dict[Key, str]:
+        """Have missing rows computed, those of one thing together; why some are still missing.
+
+        `compute` puts rows of the keys that it is given. Processes that share a folder share what
+        all of them together miss, and wait for one another; all of them must call this.
+        """
+        keys = list(dict.fromkeys(chain(*wanted)))
+        absent = dict.fromkeys(self.missing(keys))
+        if self.folder:
+            absent = self.processes.merged(absent)
+        self.num_found += len(keys) - len(absent)
+        todo = _lacking(wanted, absent)
+        mine = self.processes.share(todo) if self.folder else todo
+        broken = self.processes.merged(compute(mine))
+        unseen = self.missing([key for key in keys if key not in broken])
+        return broken | compute(_lacking(wanted, unseen))  # of a file system that is slow to tell
+
+    def put(self, key: Key, row: Row) -> None:
+        """Keep a row. It is written and can be read when its file is full, or after `flush`."""
+        kind = tuple((name, value.dtype, value.shape) for name, value in row.items())
+        alike = self._pending.setdefault(kind, {})
+        alike[key] = row
+        row_bytes = sum(value.nbytes for value in row.values())
+        if len(alike) >= ROWS_PER_FILE or len(alike) * row_bytes >= BYTES_PER_FILE:
+            self._write(self._pending.pop(kind))
+
+    def flush(self) -> None:
+        """Write what was put."""
+        while self._pending:
+            self._write(self._pending.popitem()[1])
+
+    def read(self, keys: Sequence[Key]) -> dict[str, Tensor]:
+        """Rows in the order of their keys, all of which were put. ValueError if shapes differ."""
+        places = [self._places[key] for key in keys]
+        kinds = {tuple((name, *t.shape[1:]) for name, t in table.items()) for table, _ in places}
+        if len(kinds) > 1:
+            raise ValueError(f"rows of different shapes cannot be one batch: {sorted(kinds)}")
+        return {
+            name: torch.stack([table[name][row] for table, row in places]) for name in places[0][0]
+        }
+
+    def _refresh(self) -> None:
+        for file in sorted(self.folder.glob("*.safetensors")) if self.folder else []:
+            if file.name not in self._mapped:
+                self._map(file)
+
+    def _write(self, rows: Mapping[Key, Row]) -> None:
+        names = next(iter(rows.values()))
+        table = {name: torch.stack([row[name] for row in rows.values()]) for name in names}
+        if self.folder is None:
+            self._index(list(rows), table)
+            return
+        joined = b"".join(rows)
+        aside = self.folder / f".{uuid.uuid4().hex}.tmp"
+        file = self.folder / f"{hashlib.sha256(joined).hexdigest()[:32]}.safetensors"
+        keys = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(rows), -1)
+        try:
+            save_file({"key": keys, **table}, aside)
+            aside.replace(file)
+        except SafetensorError as error:  # how safetensors reports a full disk
+            raise OSError(str(error)) from error
+        finally:
+            aside.unlink(missing_ok=True)
+        self._map(file)
+
+    def _map(self, file: Path) -> None:
+        try:
+            table = load_file(file)
+            keys = [key.tobytes() for key in table.pop("key").numpy()]
+            if {len(value) for value in table.values()} != {len(keys)}:
+                raise ValueError(f"{file} has tensors of different length")
+        except FileNotFoundError:  # another process found it damaged
+            return
+        except (SafetensorError, KeyError, ValueError):
+            self._discard(file)
+            return
+        self._mapped.add(file.name)
+        self._index(keys, table)
+
+    def _index(self, keys: Sequence[Key], table: Mapping[str, Tensor]) -> None:
+        self._places |= {key: (table, row) for row, key in enumerate(keys)}
+
+    def _discard(self, file: Path) -> None:
+        with suppress(FileNotFoundError):  # where another process was faster, it counts
+            file.unlink()
+            self.num_damaged += 1
+
+
+def _lacking(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tuple[Keys, T]]:
+    """What rows are missing of, with their keys."""
+    gone = set(absent)
+    found = ((tuple(key for key in keys if key in gone), one) for keys, one in wanted.items())
+    return [(keys, one) for keys, one in found if keys]

@@ -1,0 +1,40 @@
+"""Media with good and bad attributes: what an expert, told these, would make of each.
+
+Source: CPO, arXiv:2601.04300, whose loss could not be read: a reconstruction. A medium is compared
+with itself; its winner is to be matched to the expert's velocity for the prompt and the good
+attributes, its loser to that for the bad ones.
+"""
+
+from flowalign.data.preference.convert import Keep
+from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.data.readers import open_dataset
+from flowalign.data.records import Record
+from flowalign.media.media import Media
+
+_NAMES = ("positive", "negative")
+
+
+def read_attributes(
+    path: str, schema: str, root: str | None, keep: Keep
+) -> tuple[list[Pair], Tally]:
+    """A pair for each medium whose row has texts `positive` and `negative`, and what was dropped.
+
+    Raises:
+        ValueError: there is no such dataset.
+    """
+    pairs, tally = [], Tally()
+    for where, record in open_dataset(path, schema, root).located():
+        if record.problem:
+            tally.add(record.problem)
+        elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
+            tally.add("no texts positive and negative", where)
+        else:
+            pairs += [_pair(record, keep(record.media[i]), where) for i in range(len(record.media))]
+    return pairs, tally
+
+
+def _pair(record: Record, medium: Media, where: str) -> Pair:
+    sample = Sample(record.prompt, medium)
+    good, bad = (f"{record.prompt}, {record.metadata[name]}" for name in _NAMES)
+    return Pair(sample, sample, "attributes", targets=(good, bad), where=where)

@@ -1,0 +1,180 @@
+"""What is wrong with the media of a pair, found without decoding more than a frame."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+
+from flowalign.data.latents.latent_files import is_latent, latent_shape
+from flowalign.media.decode import (
+    MediaProblem,
+    digest,
+    frame_files,
+    is_video,
+    moving_pictures,
+    num_frames_of,
+)
+from flowalign.media.media import Media
+from flowalign.media.orientation import Display
+
+_SIDEWAYS = (5, 6, 7, 8)
+_ORIENTATION = 0x0112
+"""Of EXIF: values that turn a picture by a right angle."""
+Shape = tuple[int, int, int]
+"""Width, height, frames."""
+
+
+@dataclass
+class Inspection:
+    """Looks at files and folders of frames once; of bytes nothing is kept."""
+
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _digests: dict[str, bytes] = field(default_factory=dict)
+    _shapes: dict[str, Shape | str] = field(default_factory=dict)
+
+    def of_pair(self, chosen: Media, rejected: Media, mixed_shapes: bool = False) -> str:
+        """Why these two cannot be a pair, empty where they can: what kind, a colon, details."""
+        try:
+            if self.same(chosen, rejected):
+                return f"the media are equal: {_name(chosen)} and {_name(rejected)}"
+            if mixed_shapes:
+                return ""
+            first, second = self.shape(chosen), self.shape(rejected)
+        except MediaProblem as problem:
+            return str(problem)
+        if first[:2] != second[:2]:
+            return f"the media differ in size: {_sides(first)} and {_sides(second)}"
+        if first[2] != second[2]:
+            return f"the media differ in frames: {first[2]} and {second[2]}"
+        return ""
+
+    def of_one(self, medium: Media) -> str:
+        """Why a medium cannot be used, empty where it can."""
+        try:
+            self.shape(medium)
+        except MediaProblem as problem:
+            return str(problem)
+        return ""
+
+    def missing(self, *paths: str) -> str:
+        """The first of these files that is not there; empty where all are."""
+        try:
+            for path in paths:
+                self._size(Media(path))
+        except MediaProblem as problem:
+            return str(problem)
+        return ""
+
+    def same(self, first: Media, second: Media) -> bool:
+        """Whether two media are one file, or of the same bytes; only equal sizes are read.
+
+        Raises:
+            MediaProblem: a file is missing.
+        """
+        sizes = self._size(first), self._size(second)
+        if first.path and first.path == second.path:
+            return True
+        return sizes[0] == sizes[1] and self.digest(first) == self.digest(second)
+
+    def digest(self, medium: Media) -> bytes:
+        """A hash of the content."""
+        if medium.path is None:
+            return digest(medium)
+        if medium.path not in self._digests:
+            self._digests[medium.path] = digest(medium)
+        return self._digests[medium.path]
+
+    def shape(self, medium: Media) -> Shape:
+        """Width, height and frames: of all that `decode` gives, by header and first frame.
+
+        Raises:
+            MediaProblem: the file is missing, or not a picture or a video; the folder is empty.
+        """
+        if medium.path is None:
+            return _shape(medium)
+        if medium.path not in self._shapes:
+            try:
+                self._size(medium)
+                self._shapes[medium.path] = _shape(medium)
+            except MediaProblem as problem:
+                self._shapes[medium.path] = str(problem)
+        found = self._shapes[medium.path]
+        if isinstance(found, str):
+            raise MediaProblem(found)
+        return found
+
+    def _size(self, medium: Media) -> int:
+        if medium.path is None:
+            return len(medium.data or b"")
+        if medium.path not in self._sizes:
+            path = Path(medium.path)
+            if not path.exists():
+                raise MediaProblem(f"missing file: {medium.path}")
+            files = frame_files(path) if path.is_dir() else [path]
+            self._sizes[medium.path] = sum(file.stat().st_size for file in files)
+        return self._sizes[medium.path]
+
+
+def _shape(medium: Media) -> Shape:
+    if medium.path and is_latent(medium):
+        return latent_shape(medium.path)
+    if medium.path and Path(medium.path).is_dir():
+        files = frame_files(Path(medium.path))
+        width, height, _ = _picture(files[0], str(files[0]))
+        return width, height, len(files)
+    source = Path(medium.path) if medium.path else io.BytesIO(medium.data or b"")
+    return (_video if is_video(medium) else _picture)(source, _name(medium))
+
+
+def _picture(source: Path | io.BytesIO, name: str) -> Shape:
+    """As it is shown: `decode` turns it as its EXIF data say."""
+    try:
+        with Image.open(source) as image:
+            (width, height), frames = image.size, num_frames_of(image)
+            if image.format in ("JPEG", "MPO") and image.getexif().get(_ORIENTATION) in _SIDEWAYS:
+                return height, width, frames
+            return width, height, frames
+    except UnidentifiedImageError as error:
+        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise MediaProblem(f"unreadable picture: {name} ({error})") from error
+
+
+def _video(source: Path | io.BytesIO, name: str) -> Shape:
+    """Frames are counted where the header does not tell their number."""
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
+    try:
+        with av.open(source if isinstance(source, io.BytesIO) else str(source), "r") as container:
+            stream, display = moving_pictures(container, name), Display(name)
+            sides, count = None, 0
+            for packet in container.demux(stream):
+                count += packet.size > 0
+                sides = sides or next(_sizes(packet, display), None)
+                if sides and stream.frames:
+                    break
+            if not sides:
+                raise MediaProblem(f"no frames: {name}")
+            return *sides, stream.frames or count
+    except av.FFmpegError as error:
+        raise MediaProblem(f"unreadable video: {name} ({error.strerror})") from error
+
+
+def _sizes(packet: Any, display: Display) -> Iterator[tuple[int, int]]:
+    """Width and height of the frames that a packet completes, as they are shown."""
+    for frame in packet.decode():
+        height, width, _ = display.show(frame).shape
+        yield width, height
+
+
+def _sides(shape: Shape) -> str:
+    return f"{shape[0]} x {shape[1]}"
+
+
+def _name(medium: Media) -> str:
+    return medium.path or f"{len(medium.data or b'')} bytes"

@@ -1,0 +1,85 @@
+"""Prompts: reading them, and an order that is a pure function of the seed."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flowalign.utils.files import bundled
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """A list of prompts, gone through in a new random order each epoch."""
+
+    texts: Sequence[str]
+    seed: int = 0
+
+    def batch(self, step: int, size: int) -> list[str]:
+        """The prompts of one step: the same for the same seed, however often the run resumed."""
+        return [self._at(i) for i in range(step * size, (step + 1) * size)]
+
+    def _at(self, position: int) -> str:
+        epoch, offset = divmod(position, len(self.texts))
+        return self.texts[_order(self.seed, epoch, len(self.texts))[offset]]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
+    order = list(range(num_prompts))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def read_prompts(path: str) -> list[str]:
+    """Prompts of a text file (one a line) or a JSONL file (field `prompt`), blank lines left out.
+
+    Raises:
+        ValueError: the file is missing, empty, or a line holds no prompt.
+    """
+    return [row["prompt"] for row in _rows(path)]
+
+
+def read_metadata(path: str) -> dict[str, dict[str, Any]]:
+    """The further fields of each prompt of a JSONL file, for rewards that read them.
+
+    Raises:
+        ValueError: as `read_prompts`, or two lines give one prompt different fields.
+    """
+    known: dict[str, dict[str, Any]] = {}
+    for row in _rows(path):
+        fields = {name: value for name, value in row.items() if name != "prompt"}
+        if known.setdefault(row["prompt"], fields) != fields:
+            raise ValueError(f"{path}: prompt {row['prompt']!r} occurs with different fields")
+    return known if any(known.values()) else {}
+
+
+def _rows(path: str) -> list[dict[str, Any]]:
+    file = Path(bundled(path))
+    if not file.is_file():
+        raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+    lines = [(n, line) for n, line in lines if line]
+    if not lines:
+        raise ValueError(f"prompts file {path!r} holds no prompt")
+    if file.suffix == ".jsonl":
+        return [_row(line, f"{path}:{n}") for n, line in lines]
+    return [{"prompt": line} for _, line in lines]
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
+    return row

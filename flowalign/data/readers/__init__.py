@@ -1,0 +1,172 @@
+"""Preference datasets as they are published, read as a stream of records."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flowalign.data.readers.dense_dpo import DENSE_DPO
+from flowalign.data.readers.fields import Fields
+from flowalign.data.readers.folder import is_medium, read_folder
+from flowalign.data.readers.generic import GENERIC
+from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
+from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
+from flowalign.data.readers.kto import KTO
+from flowalign.data.readers.local_dpo import LOCAL_DPO
+from flowalign.data.readers.pairs import GENAI_BENCH, VIDEO_GEN
+from flowalign.data.readers.pick_a_pic import PICK_A_PIC
+from flowalign.data.readers.preferences import CHOSEN_REJECTED
+from flowalign.data.readers.rows import FORMATS, Row, RowProblem, count
+from flowalign.data.readers.schema import Schema
+from flowalign.data.readers.vision_reward import VISION_REWARD, VISION_REWARD_PAIRS
+from flowalign.data.records import Record
+
+SCHEMAS = {
+    schema.name: schema
+    for schema in (
+        GENERIC, PICK_A_PIC, HPD_V2_TRAIN, HPD_V2_TEST, HPD_V3, IMAGE_REWARD_DB, VIDEO_GEN,
+        GENAI_BENCH, VISION_REWARD, VISION_REWARD_PAIRS, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO,
+        KTO,
+    )
+}  # fmt: skip
+_ROWS_LOOKED_AT = 20
+_LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
+_IDENTIFYING_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where the rows are, and how to understand them; iterating reads them anew."""
+
+    files: Sequence[Path]
+    """One or more files of the same format, or one folder of media."""
+    root: Path
+    """Where relative paths begin."""
+    schema: Schema
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records in order. A row that cannot be used is a record with a problem."""
+        return (record for _, record in self.located())
+
+    def located(self) -> Iterator[tuple[str, Record]]:
+        """All records in order, each with its file and (first) row."""
+        seen: set[bytes] = set()
+        for index, rows in enumerate(_grouped(_rows(self.files), self.schema.group)):
+            record = _record(self.schema, rows, self.root, index)
+            digest = hashlib.blake2b(record.id.encode(), digest_size=16).digest()
+            if digest in seen and not record.problem:
+                problem = f"duplicate id: {rows[0].where} has id {record.id!r} of an earlier row"
+                record = Record(record.id, record.prompt, (), problem=problem)
+            seen.add(digest)
+            yield rows[0].where, record
+
+    def size(self) -> int | None:
+        """About how many records there are, where that is quickly known."""
+        if self.schema.group or self.files[0].is_dir():
+            return None
+        counts = [count(file) for file in self.files]
+        return None if None in counts else sum(found or 0 for found in counts)
+
+    def identity(self) -> str:
+        """A hash of the files' names and sizes, and of how each begins and ends."""
+        found = hashlib.sha256()
+        for file in self.files:
+            inside = sorted(file.rglob("*")) if file.is_dir() else [file]
+            for path in (path for path in inside if path.is_file()):
+                size = path.stat().st_size
+                found.update(f"{path.relative_to(file.parent).as_posix()} {size}\n".encode())
+                if path is file:
+                    found.update(_ends(path, size))
+        return found.hexdigest()[:16]
+
+
+def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Dataset:
+    """A folder of media or of parquet files, or a .jsonl, .json, .csv or .parquet file.
+
+    `schema="auto"` goes by the columns; relative paths begin at `root`, or beside the file.
+
+    Raises:
+        ValueError: nothing is there, or its schema is unknown or not the only one that fits.
+    """
+    if schema != "auto" and schema not in SCHEMAS:
+        raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
+    if root is not None and not Path(root).is_dir():
+        raise ValueError(f"the folder of the media, {root!r}, does not exist")
+    files = _files(Path(path))
+    beside = files[0] if files[0].is_dir() else files[0].parent
+    first = list(itertools.islice(_rows(files), _ROWS_LOOKED_AT))
+    columns = frozenset(name for row in first for name in row.fields)
+    if not columns:
+        problem = f": {first[0].where} {first[0].problem}" if first else ""
+        raise ValueError(f"{path} holds no row{problem}")
+    chosen = _detect(path, columns) if schema == "auto" else SCHEMAS[schema]
+    if not chosen.fits(columns):
+        raise ValueError(
+            f"schema {chosen.name} needs the columns {chosen.needs()};\n"
+            f"{path} has {', '.join(sorted(columns))}"
+        )
+    return Dataset(files, Path(root) if root else beside, chosen)
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.exists():
+        raise ValueError(f"{str(path)!r} does not exist (looked in {Path.cwd()})")
+    if path.is_file():
+        if path.suffix.lower() not in FORMATS:
+            raise ValueError(f"{path} ends in none of {', '.join(FORMATS)}")
+        return [path]
+    for name in _LISTINGS:
+        if (path / name).is_file():
+            return [path / name]
+    shards = sorted(path.rglob("*.parquet"))
+    if not shards and not any(map(is_medium, path.rglob("*"))):
+        raise ValueError(f"{path} holds no pictures, videos or parquet files")
+    return shards or [path]
+
+
+def _rows(files: Sequence[Path]) -> Iterator[Row]:
+    for file in files:
+        yield from read_folder(file) if file.is_dir() else FORMATS[file.suffix.lower()](file)
+
+
+def _grouped(rows: Iterator[Row], column: str) -> Iterator[list[Row]]:
+    if not column:
+        yield from ([row] for row in rows)
+        return
+    for _, group in itertools.groupby(rows, lambda row: row.fields.get(column, row.where)):
+        yield list(group)
+
+
+def _record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Record:
+    """The record, or one without media that says what is wrong."""
+    default_id = f"#{index + 1}"
+    try:
+        for row in rows:
+            if row.problem:
+                raise RowProblem(row.problem)
+        return schema.record([Fields(row, root) for row in rows], default_id)
+    except RowProblem as problem:
+        return Record(default_id, "", (), problem=f"invalid row: {rows[0].where}: {problem}")
+
+
+def _detect(path: str, columns: frozenset[str]) -> Schema:
+    """The only published schema that fits, or the generic one."""
+    found = [schema for schema in SCHEMAS.values() if schema.fits(columns)]
+    published = [schema for schema in found if schema is not GENERIC]
+    if len(published) > 1:
+        names = ", ".join(schema.name for schema in published)
+        raise ValueError(f"{path} could be of schema {names}; say which with --schema")
+    if not found:
+        needs = "; ".join(f"{schema.name}: {schema.needs()}" for schema in SCHEMAS.values())
+        raise ValueError(
+            f"no schema fits the columns {', '.join(sorted(columns))} of {path};\n{needs}"
+        )
+    return (published or found)[0]
+
+
+def _ends(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        start = file.read(_IDENTIFYING_BYTES)
+        file.seek(max(size - _IDENTIFYING_BYTES, 0))
+        return start + file.read()

@@ -1,0 +1,48 @@
+"""Rows of a prompt and one or more media, with or without what people said of them."""
+
+from collections.abc import Mapping, Sequence
+
+from flowalign.data.readers.fields import Fields, numbers
+from flowalign.data.readers.rows import RowProblem
+from flowalign.data.readers.schema import Schema, present
+from flowalign.data.records import Record
+
+_PROMPT = ("prompt", "caption", "text")
+_LISTS = ("images", "videos")
+_SINGLE = ("image", "video", "path", "file_name")
+_USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes", "ratings")
+
+
+def _record(rows: Sequence[Fields], default_id: str) -> Record:
+    row = rows[0]
+    name = present(row, (*_LISTS, *_SINGLE))
+    media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
+    return Record(
+        _identity(row) or default_id, row.text(present(row, _PROMPT)), media,
+        references=row.media("references") if "references" in row else (),
+        ranks=_said(row, "ranks", len(media)), votes=_said(row, "votes", len(media)),
+        ratings=_said(row, "ratings", len(media)), metadata=row.rest(*_USED),
+    )  # fmt: skip
+
+
+def _identity(row: Fields) -> str:
+    value = row.row.fields.get("id")
+    if value is None or isinstance(value, str | int):
+        return "" if value is None else str(value)
+    raise RowProblem(f"id is {value!r}, neither text nor a whole number")
+
+
+def _said(row: Fields, column: str, count: int) -> dict[str, list[float]]:
+    """A list is about the media as a whole; a mapping names the dimensions."""
+    value = row.row.fields.get(column)
+    if value is None:
+        return {}
+    named = value if isinstance(value, Mapping) else {"overall": value}
+    return {
+        dim: numbers(values, f"{column} of {dim}", count)
+        for dim, values in named.items()
+        if values is not None
+    }
+
+
+GENERIC = Schema("generic", ((*_LISTS, *_SINGLE),), _record)

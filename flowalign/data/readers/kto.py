@@ -1,0 +1,28 @@
+"""Single media with a thumb up or down."""
+
+from collections.abc import Sequence
+
+from flowalign.data.readers.fields import Fields
+from flowalign.data.readers.preferences import safetensors
+from flowalign.data.readers.schema import Schema, present
+from flowalign.data.records import Record
+
+_PROMPT = ("prompt", "caption", "text")
+_MEDIUM = ("image", "video")
+_LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
+
+
+def _record(rows: Sequence[Fields], default_id: str) -> Record:
+    """The metadata say what the label means, as `desirable`, unless it means something else."""
+    row = rows[0]
+    metadata = row.rest(*_PROMPT, *_MEDIUM)
+    desirable = _LABELS.get(str(row.row.fields.get("label")).lower())
+    if desirable is not None:
+        metadata["desirable"] = desirable
+    if "weight_map" in row:
+        metadata["weight_map"] = safetensors(row, "weight_map")
+    medium = row.medium(present(row, _MEDIUM), row.number("fps"))
+    return Record(default_id, row.text(present(row, _PROMPT)), [medium], metadata=metadata)
+
+
+KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), _record)

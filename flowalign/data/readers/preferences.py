@@ -1,0 +1,113 @@
+"""Pairs to train on: a prompt, the medium that was chosen and the one that was rejected."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flowalign.data.readers.fields import Fields, number
+from flowalign.data.readers.rows import RowProblem
+from flowalign.data.readers.schema import Schema, present
+from flowalign.data.records import Record
+
+_PROMPT = ("prompt", "caption", "text")
+_CHOSEN, _REJECTED = ("chosen", "img_win"), ("rejected", "img_lose")
+_SCORE = (("chosen_score", "win_score"), ("rejected_score", "lose_score"))
+_SCORES = ("scores_chosen", "scores_rejected")
+_LABELS = (-1, 0, 1)
+
+
+def _record(rows: Sequence[Fields], default_id: str) -> Record:
+    """A dimension of which both scores are equal is a tie.
+
+    What a pair may have beside its media is in the metadata, see `notes`.
+    """
+    row = rows[0]
+    dim, fps = row.text("dimension") or "overall", row.number("fps")
+    ratings = _ratings(row, dim)
+    chosen, rejected = ratings.get(dim, [1.0, 0.0])
+    return Record(
+        default_id, _prompt(row),
+        [row.medium(present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
+        ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]}, ratings=ratings,
+        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES) | notes(row),
+    )  # fmt: skip
+
+
+def _prompt(row: Fields) -> str:
+    """A text; of a conversation, what its user says."""
+    value = row.row.fields.get(present(row, _PROMPT))
+    if not isinstance(value, list):
+        return row.text(present(row, _PROMPT))
+    turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
+    return "\n".join(str(turn.get("content", "")) for turn in turns)
+
+
+def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
+    """Scores of both media in the dimensions in which both have one."""
+    chosen, rejected = (scores_of(row, name) for name in _SCORES)
+    for side, names in zip((chosen, rejected), _SCORE, strict=True):
+        value = row.number(present(row, names))
+        if value is not None:
+            side[dim] = value
+    return {name: [chosen[name], rejected[name]] for name in chosen if name in rejected}
+
+
+def scores_of(row: Fields, column: str) -> dict[str, float]:
+    """A struct of numbers; those that are null are left out."""
+    value = row.row.fields.get(column)
+    if not isinstance(value, Mapping | None):
+        raise RowProblem(f"{column} is {value!r}, not a struct of numbers")
+    scores = (value or {}).items()
+    return {dim: number(x, f"{column} of {dim}") for dim, x in scores if x is not None}
+
+
+def notes(row: Fields) -> dict[str, Any]:
+    """What a pair may have beside its media, checked, by the names of columns.
+
+    These are gap, weight, stage, segments, mask, weight_map_chosen and weight_map_rejected.
+    """
+    found: dict[str, Any] = {name: row.number(name) for name in ("gap", "weight") if name in row}
+    if found.get("weight", 0.0) < 0:
+        raise RowProblem(f"weight is {found['weight']:g}; it must be at least 0")
+    if "stage" in row:
+        found["stage"] = _whole(row.row.fields["stage"], "stage")
+    if "segments" in row:
+        found["segments"] = _segments(row.row.fields["segments"])
+    for name in ("mask", "weight_map_chosen", "weight_map_rejected"):
+        if name in row:
+            found[name] = safetensors(row, name)
+    return found
+
+
+def _segments(value: Any) -> list[dict[str, int]]:
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise RowProblem("segments is not a list of {start, stop, label}")
+    return [_segment(item, f"segments[{i}]") for i, item in enumerate(value)]
+
+
+def _segment(item: Mapping[str, Any], name: str) -> dict[str, int]:
+    stop = item.get("stop", item.get("end"))
+    found = {"start": item.get("start"), "stop": stop, "label": item.get("label")}
+    segment = {key: _whole(x, f"{key} of {name}", -1) for key, x in found.items()}
+    if not 0 <= segment["start"] < segment["stop"]:
+        raise RowProblem(f"{name} goes from {segment['start']} to {segment['stop']}")
+    if segment["label"] not in _LABELS:
+        raise RowProblem(f"label of {name} is {segment['label']}; expected -1, 0 or 1")
+    return segment
+
+
+def _whole(value: Any, name: str, at_least: int = 0) -> int:
+    found = number(value, name)
+    if not found.is_integer() or found < at_least:
+        raise RowProblem(f"{name} is {value!r}, not a whole number from {at_least}")
+    return int(found)
+
+
+def safetensors(row: Fields, name: str) -> str:
+    """The path of a safetensors file."""
+    value = row.text(name)
+    if not value.endswith(".safetensors"):
+        raise RowProblem(f"{name} is {value!r}; convert it to .safetensors, no pickle is read")
+    return str(row.root / value)
+
+
+CHOSEN_REJECTED = Schema("chosen_rejected", (_CHOSEN, _REJECTED, _PROMPT), _record)

@@ -1,0 +1,50 @@
+"""VisionRewardDB: media with many whole-number judgements, and pairs with one answer."""
+
+from collections.abc import Mapping, Sequence
+
+from flowalign.data.readers.fields import Fields, choice, number
+from flowalign.data.readers.rows import RowProblem
+from flowalign.data.readers.schema import Schema, present
+from flowalign.data.records import Record
+
+_MEDIUM = ("image", "video", "image_path", "video_path", "path")
+_FIRST = ("video1_path", "image1_path", "video1", "image1")
+_SECOND = ("video2_path", "image2_path", "video2", "image2")
+_ANSWERS = (("A", "1"), ("B", "2", "-1"), ("tie", "same", "0"))
+
+
+def _annotated(rows: Sequence[Fields], default_id: str) -> Record:
+    """Every entry of `annotation` is a rating; blanks in its names become underscores."""
+    row = rows[0]
+    annotation = row.row.fields["annotation"]
+    if not isinstance(annotation, Mapping):
+        raise RowProblem("annotation is not a struct of numbers")
+    ratings = {
+        name.replace(" ", "_"): [number(value, f"annotation of {name}")]
+        for name, value in annotation.items()
+        if value is not None
+    }
+    return Record(
+        row.text("internal_id") or default_id, row.text("prompt"),
+        [row.medium(present(row, _MEDIUM))], ratings=ratings,
+        metadata=row.rest("internal_id", "prompt", "annotation", *_MEDIUM),
+    )  # fmt: skip
+
+
+def _pair(rows: Sequence[Fields], default_id: str) -> Record:
+    """`standard_answer`: 1 or A for the first, 2, -1 or B for the second, 0 or tie for neither."""
+    row = rows[0]
+    answer = row.row.fields.get("standard_answer")
+    ranks = None if answer is None else choice(str(answer), *_ANSWERS)
+    if answer is not None and ranks is None:
+        raise RowProblem(f"standard_answer is {answer!r}; expected 1, 2, -1, 0, A, B or tie")
+    return Record(
+        default_id, row.text("prompt"),
+        [row.medium(present(row, _FIRST)), row.medium(present(row, _SECOND))],
+        ranks={"overall": ranks} if ranks else {},
+        metadata=row.rest("prompt", "standard_answer", *_FIRST, *_SECOND),
+    )  # fmt: skip
+
+
+VISION_REWARD = Schema("vision_reward", (("annotation",), _MEDIUM), _annotated)
+VISION_REWARD_PAIRS = Schema("vision_reward_pairs", (_FIRST, _SECOND, ("standard_answer",)), _pair)

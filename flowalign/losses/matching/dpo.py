@@ -1,0 +1,111 @@
+"""DPO on matching errors: of two media, the preferred one is to be denoised better.
+
+Source: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, whose beta is the same at all
+times: with the weight (1 - sigma)^2 that theory gives, it was worse and hacked rewards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.matching import sample_error
+from flowalign.functional.preference_loss import (
+    auto_beta,
+    beyond_scores,
+    implicit_margin,
+    relative_gap,
+    weighted_score,
+)
+from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
+from flowalign.types import Errors, Examples, MatchingLoss, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoBeta:
+    """A beta that follows the size of the margins, see `auto_beta`. Before the first update: high.
+
+    The bounds are ours, for mean errors: a tenth of the least and twice the largest published beta.
+    """
+
+    target: float = 0.2
+    """How far the gradient of a pair in right order, of typical size, has shrunk."""
+    low: float = 10.0
+    high: float = 10_000.0
+
+    def __post_init__(self) -> None:
+        """Refuse a range that is none."""
+        if not 0 < self.target < 0.5 or not 0 < self.low <= self.high:
+            raise ValueError(
+                f"beta.target {self.target}, low {self.low}, high {self.high}: "
+                "need 0 < target < 0.5 and 0 < low <= high"
+            )
+
+    def at(self, typical_margin: float) -> float:
+        """The beta for margins of this size per unit of beta / 2."""
+        return min(max(auto_beta(typical_margin, self.target), self.low), self.high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPO(MatchingLoss):
+    """Mean over pairs of weight * link(z), z = -beta/2 ((l_w - r_w) - (l_l - r_l)), l mean errors.
+
+    Where a score of `margin` is unknown, that pair has weight 0 and is counted in
+    `margin_unknown`.
+    """
+
+    beta: float | AutoBeta = 2000.0
+    """How soon a margin is enough; see `implicit_margin` for published values."""
+    link: Link = field(default_factory=Sigmoid)
+    margin: Mapping[str, float] = field(default_factory=dict)
+    """MODPO: other dimensions, by their weight, whose scores explain a part of the preference."""
+    margin_weight: float = 1.0
+    """MODPO: the weight of the dimension that is preferred."""
+
+    def __post_init__(self) -> None:
+        """Refuse what prefers nothing."""
+        if not isinstance(self.beta, AutoBeta):
+            require_positive(beta=self.beta)
+        require_positive(margin_weight=self.margin_weight)
+        if self.margin_weight != 1 and not self.margin:
+            raise ValueError(
+                f"margin_weight is {self.margin_weight} and margin is empty: name the other "
+                "dimensions, or leave margin_weight out"
+            )
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        """At the start the link's loss of 0, unless scores shift the margin."""
+        return Traits(at_start=None if self.margin else self.link.at_start)
+
+    @override
+    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the pairs, and detached scalars for the log."""
+        policy, reference = sample_error(errors.policy), sample_error(errors.required_reference)
+        beta = self.beta_at(batch.typical_margin)
+        z = implicit_margin(relative_gap(policy, reference), beta)
+        weight = batch.weight.chunk(2)[0]
+        stats = pair_stats(policy, reference, beta)
+        if self.margin:
+            shift, known = score_margin(batch.scores, self.margin)
+            z, weight = beyond_scores(z, shift, self.margin_weight), weight * known
+            stats["margin_unknown"] = (~known).float().mean()
+        loss = (weight * self.link.loss(z)).mean()
+        return loss, stats | {"policy_loss": loss.detach(), "beta": loss.new_tensor(beta)}
+
+    def beta_at(self, typical_margin: float) -> float:
+        """The beta of this minibatch."""
+        return self.beta.at(typical_margin) if isinstance(self.beta, AutoBeta) else self.beta
+
+
+def score_margin(
+    scores: Mapping[str, Float[Tensor, "n"]], weights: Mapping[str, float]
+) -> tuple[Float[Tensor, "m"], Bool[Tensor, "m"]]:
+    """Weighted lead of the winners in these scores, 0 where one is unknown; where all are known."""
+    winner, loser = weighted_score(scores, weights).chunk(2)
+    known = (winner - loser).isfinite()
+    return torch.where(known, winner - loser, 0.0), known

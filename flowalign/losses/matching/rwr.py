@@ -1,0 +1,60 @@
+"""Reward-weighted regression: better samples are fitted harder.
+
+Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, without a weight of times.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.matching import sample_error
+from flowalign.functional.preference_loss import exponential_weight, weighted_score
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import Errors, Examples, MatchingLoss, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class RWR(MatchingLoss):
+    """Mean over rows of weight * min(exp(r / temperature), cap) * l, r a weighted sum of scores.
+
+    A row with an unknown score has weight 0 and is counted in `reward_unknown`.
+    """
+
+    rewards: Mapping[str, float]
+    """Weight of each score dimension."""
+    temperature: float = 1.0
+    """In units of the reward; the lower, the more the best rows count."""
+    cap: float = 20.0
+    """Of the exponential, ours: no row counts more than 20 rows of reward 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse rewards that are none."""
+        require_positive(temperature=self.temperature, cap=self.cap)
+        if not self.rewards:
+            raise ValueError("rewards is empty; name at least one score dimension and its weight")
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        """A regression; every row has its own reward."""
+        return Traits(reference=False, paired=False)
+
+    @override
+    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the rows, and detached scalars for the log."""
+        error = sample_error(errors.policy)
+        reward = weighted_score(batch.scores, self.rewards)
+        known = reward.isfinite()
+        raw = exponential_weight(reward, self.temperature, self.cap)
+        weight = torch.where(known, raw, 0.0)
+        loss = (batch.weight * weight * error).mean()
+        return loss, {
+            "policy_loss": loss.detach(),
+            "error": error.detach().mean(),
+            "reward_weight": weight.mean(),
+            "reward_capped": (weight >= self.cap).float().mean(),
+            "reward_unknown": (~known).float().mean(),
+        }

@@ -1,0 +1,68 @@
+"""Diffusion-SDPO: pushing the loser away must not carry the winner along.
+
+Source: Diffusion-SDPO, arXiv:2511.03317, and code of AIDC-AI/Diffusion-SDPO.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.matching import per_row
+from flowalign.functional.preference_loss import loser_scale
+from flowalign.types import Errors, Examples, MatchingLoss, Traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Safeguard(MatchingLoss):
+    """Another loss of pairs, with the same value, whose gradient on losers is scaled down.
+
+    A step of the network's output then lowers the winner's error, to first order, for every loss
+    that pulls the winner at least as hard as it pushes the loser, such as DPO and LinearDPO. Under
+    masks or segments the scale is still that of whole latents, and the loser the rejected row.
+    """
+
+    inner: MatchingLoss
+    mu: float = 0.9
+    """How much of the winner's own descent is left at least; 1 forbids any conflict. Theirs with
+    DPO: 0.9 (SD1.5), 0.6 (SDXL)."""
+    per: Literal["pair", "batch"] = "pair"
+    """batch: one scale for all pairs of a process, as in their code."""
+
+    def __post_init__(self) -> None:
+        """Refuse what guards nothing."""
+        if not 0 <= self.mu <= 1:
+            raise ValueError(f"mu is {self.mu}; it must lie in [0, 1]")
+        if not self.inner.traits.paired:
+            raise ValueError(
+                f"inner is {type(self.inner).__name__}, which knows no losers; it must be a loss "
+                "of pairs, such as DPO"
+            )
+
+    @property
+    @override
+    def traits(self) -> Traits:
+        """Those of the guarded loss; with one scale for all pairs, a batch must be whole."""
+        inner = self.inner.traits
+        return replace(inner, whole_batch=self.per == "batch" or inner.whole_batch)
+
+    @override
+    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
+        """The guarded loss, and its scalars for the log with the mean scale of losers."""
+        winner, loser = errors.policy.chunk(2)
+        scale = self._scale(winner, loser)
+        # The value is exactly the loser's; only what flows back is scaled.
+        value = loser.detach()
+        guarded = torch.cat([winner, value + per_row(scale, loser) * (loser - value)])
+        loss, stats = self.inner.loss(replace(errors, policy=guarded), batch)
+        return loss, stats | {"loser_scale": scale.mean()}
+
+    def _scale(
+        self, winner: Float[Tensor, "m *latent"], loser: Float[Tensor, "m *latent"]
+    ) -> Float[Tensor, "m"]:
+        if self.per == "pair":
+            return loser_scale(winner, loser, self.mu)
+        return loser_scale(winner[None], loser[None], self.mu).expand(len(winner))

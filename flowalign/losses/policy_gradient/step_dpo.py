@@ -1,0 +1,93 @@
+"""DPO on single denoising transitions: of two alternatives, the better one becomes more likely.
+
+Source: SPO, arXiv:2406.04314, and code of RockeyCoss/SPO; there siblings are ranked by a reward
+model for noisy states, here by their advantage, whichever credit method it comes from.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.preference import step_dpo
+from flowalign.functional.transition import log_density
+from flowalign.losses.policy_gradient.grpo import ratio_stats
+from flowalign.types import Minibatch, PolicyLoss, VelocityField
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDPO(PolicyLoss):
+    """Mean over pairs of weight * step_dpo. Advantages decide who wins, not by how much."""
+
+    beta: float = 10.0
+    reference: Literal["reference", "old"] = "reference"
+    """What likelihoods are relative to: the frozen model, as in SPO, or, at no cost, the policy
+    that sampled."""
+    ratio_clip: float = 0.1
+    """A transition whose ratio to that is off 1 by more has no gradient. SPO: 0.1."""
+
+    def __post_init__(self) -> None:
+        """Refuse what prefers nothing."""
+        if not self.beta > 0:
+            raise ValueError(f"algorithm.beta is {self.beta}; it must be above 0")
+        if not 0 < self.ratio_clip < 1:
+            raise ValueError(f"algorithm.ratio_clip is {self.ratio_clip}; it must lie in (0, 1)")
+
+    @property
+    @override
+    def needs_reference(self) -> bool:
+        """Unless likelihoods are relative to the policy that sampled."""
+        return self.reference == "reference"
+
+    @property
+    @override
+    def needs_mean_old(self) -> bool:
+        """Likelihoods are enough."""
+        return False
+
+    @property
+    @override
+    def pairs(self) -> bool:
+        """A preference takes two."""
+        return True
+
+    @property
+    @override
+    def chunks(self) -> None:
+        """A pair is one of single steps."""
+
+    @property
+    @override
+    def clip(self) -> float:
+        """The ratio clip."""
+        return self.ratio_clip
+
+    @override
+    def loss(
+        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Mean loss over the pairs of the minibatch, and detached scalars for the log."""
+        log_ratio = self._logp(policy, batch) - self._base(reference, batch)
+        kept = log_ratio.clamp(math.log1p(-self.clip), math.log1p(self.clip))
+        winner, loser = kept.chunk(2)
+        loss = (batch.weight.chunk(2)[0] * step_dpo(winner, loser, self.beta)).mean()
+        margin = (winner - loser).detach()
+        return loss, ratio_stats(log_ratio.detach(), batch.advantage, self.clip) | {
+            "policy_loss": loss.detach(),
+            "pair_margin": self.beta * margin.mean(),
+            "pair_accuracy": (margin > 0).float().mean(),
+        }
+
+    def _base(self, reference: VelocityField, batch: Minibatch) -> Float[Tensor, "n"]:
+        if self.reference == "old":
+            return batch.logp_old
+        with torch.no_grad():
+            return self._logp(reference, batch)
+
+    @staticmethod
+    def _logp(field: VelocityField, batch: Minibatch) -> Float[Tensor, "n"]:
+        return log_density(batch.kernel, batch.x_next.float(), batch.transition(field))

@@ -1,0 +1,284 @@
+"""Pictures and videos as tensors, from a path or from bytes."""
+
+import hashlib
+import io
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, UInt8
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
+from PIL.WebPImagePlugin import WebPImageFile
+from torch import Tensor
+
+from flowalign.media.frame_sampling import Choice, MediaProblem, Shown, mean_rate
+from flowalign.media.media import PICTURES, VIDEOS, Media
+from flowalign.media.orientation import Display
+
+__all__ = [
+    "Choice", "Clip", "MediaProblem", "decode", "digest", "frame_files", "is_video",
+    "moving_pictures", "num_frames_of",
+]  # fmt: skip
+_ROUNDING = 2e-3
+"""Seconds: headers of videos count milliseconds, and round."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Decoded frames in 8 bits, a quarter of their size in floating point."""
+
+    pixels: UInt8[Tensor, "F 3 H W"]
+    fps: float | None = None
+    """Frames per second of these frames; None for a picture, or where nobody knows."""
+
+    @property
+    def frames(self) -> Float[Tensor, "F 3 H W"]:
+        """RGB in [0, 1]."""
+        return self.pixels.float() / 255
+
+
+def decode(
+    medium: Media,
+    max_frames: int | None = None,
+    fps: float | None = None,
+    num_frames: int | None = None,
+) -> Clip:
+    """All frames of a video, or those that a `Choice` of these options names; a picture is one.
+
+    The path may be a folder of pictures: frames in the natural order of their names, at the rate
+    of the medium. A video's own rate goes before that; where its frames come unevenly, it is their
+    mean rate. Pictures are turned as their EXIF data say, and lose their transparency; videos are
+    turned as their display matrix says, as those of phones are.
+
+    Raises:
+        MediaProblem: the file is missing, damaged, empty or of an unknown kind, or it does not
+            have the frames that are wanted; none is ever repeated or made up.
+        ValueError: it is a video, and av is not installed.
+    """
+    choice = Choice(max_frames, fps, num_frames)
+    path = Path(medium.path) if medium.path else None
+    if path and path.is_dir():
+        return _folder(path, medium.fps, choice)
+    if path and not path.is_file():
+        raise MediaProblem(f"missing file: {path}")
+    source = path or io.BytesIO(medium.data or b"")
+    name = str(path) if path else f"{len(medium.data or b'')} bytes"
+    if is_video(medium):
+        return _video(source, name, medium.fps, choice)
+    return _picture(source, name, medium.fps, choice)
+
+
+def digest(medium: Media) -> bytes:
+    """SHA-256 of the file; of a folder, of the names and the contents of its frames in their order.
+
+    Raises:
+        MediaProblem: it has neither a path nor data, or its folder has no frames.
+        OSError: a file cannot be read.
+    """
+    if medium.path is None:
+        if medium.data is None:
+            raise MediaProblem("the medium has neither a path nor data")
+        return hashlib.sha256(medium.data).digest()
+    path = Path(medium.path)
+    if not path.is_dir():
+        return _file_digest(path)
+    whole = hashlib.sha256()
+    for file in frame_files(path):
+        whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _file_digest(file))
+    return whole.digest()
+
+
+def _file_digest(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def is_video(medium: Media) -> bool:
+    """Whether a file is one of videos, by its name or by its first bytes; others are pictures."""
+    if medium.path:
+        return Path(medium.path).suffix.lower() in VIDEOS
+    return _looks_like_video(medium.data or b"")
+
+
+def _looks_like_video(data: bytes) -> bool:
+    """MP4 and relatives, Matroska, GIF, AVI."""
+    return data[4:8] == b"ftyp" or data[:4] in (b"\x1aE\xdf\xa3", b"GIF8") or data[8:12] == b"AVI "
+
+
+def _clip(
+    name: str, shown: Iterable[Shown], total: int, choice: Choice,
+    pixels: Callable[[Any], np.ndarray], stated: float | None = None, tick: float = 0.0,
+) -> Clip:  # fmt: skip
+    """The chosen ones of these frames, the only ones of which `pixels` are asked."""
+    seconds: list[float] = []
+
+    def noted() -> Iterator[Shown]:
+        for one in shown:
+            seconds.append(one.second)
+            yield one
+
+    arrays = [pixels(frame) for _, frame in choice.of(noted(), total, name)]
+    if not arrays:
+        raise MediaProblem(f"no frames: {name}")
+    if len(sizes := {array.shape for array in arrays}) > 1:
+        both = " and ".join(f"{width} x {height}" for height, width, _ in sorted(sizes)[:2])
+        raise MediaProblem(f"frames of different sizes: {name} has some of {both}")
+    rate = choice.rate(mean_rate(seconds, stated, tick), total)
+    return Clip(torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2).contiguous(), rate)
+
+
+# Pictures -----------------------------------------------------------------------------------------
+
+
+def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
+    """One frame, or those of an animated WebP."""
+    with _opened_picture(source, name) as image:
+        frames = ImageSequence.all_frames(image) if num_frames_of(image) > 1 else [image]
+        lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
+        starts = np.cumsum([0.0, *lasting])
+        known = starts[-1] > 0
+        shown = [
+            Shown(float(starts[i]) if known else np.nan, frame) for i, frame in enumerate(frames)
+        ]
+        stated = len(frames) / float(starts[-1]) if known else fps
+        return _clip(
+            name, shown, len(frames), choice, lambda frame: _upright(frame, name),
+            stated if len(frames) > 1 else None,
+        )  # fmt: skip
+
+
+def num_frames_of(image: Image.Image) -> int:
+    """Frames of an opened picture: of other kinds than WebP the first is all that is seen."""
+    return image.n_frames if isinstance(image, WebPImageFile) else 1
+
+
+def frame_files(folder: Path) -> list[Path]:
+    """The pictures in a folder, in the natural order of their names. MediaProblem if it has none"""
+    paths = sorted(
+        (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
+        key=lambda path: [
+            (int(part), "") if part.isdecimal() else (-1, part)
+            for part in re.split(r"(\d+)", path.name)
+        ],
+    )
+    if not paths:
+        raise MediaProblem(f"no frames: {folder} has no pictures")
+    return paths
+
+
+def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
+    """Frames that are files; a broken one breaks the clip."""
+    paths = frame_files(folder)
+    shown = (Shown(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
+
+    def pixels(path: Path) -> np.ndarray:
+        with _opened_picture(path, str(path)) as image:
+            return _upright(image, str(path))
+
+    return _clip(str(folder), shown, len(paths), choice, pixels, fps)
+
+
+@contextmanager
+def _opened_picture(source: Path | io.BytesIO, name: str) -> Iterator[Image.Image]:
+    try:
+        with Image.open(source) as image:
+            yield image
+    except UnidentifiedImageError as error:
+        raise MediaProblem(f"unreadable picture: {name} is of no known kind") from error
+    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise MediaProblem(f"truncated or damaged picture: {name} ({error})") from error
+
+
+def _upright(image: Image.Image, name: str) -> np.ndarray:
+    if image.mode.startswith("I;16"):
+        grey = np.asarray(image).astype(np.float32) / 257
+        image = Image.fromarray(grey.round().astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise MediaProblem(f"unreadable picture: {name} has values of unknown range")
+    else:
+        image = ImageOps.exif_transpose(image)
+    return np.array(image.convert("RGB"))
+
+
+# Videos -------------------------------------------------------------------------------------------
+
+
+def _video(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
+    total = _count(source, name) if choice.max_frames else 0
+    with _opened_video(source, name) as (container, stream):
+        if container.format.name == "gif" and not _ends(source, b";"):
+            raise MediaProblem(f"truncated or damaged video: {name} has no end")
+        stated = float(stream.average_rate) if stream.average_rate else fps
+        return _clip(
+            name, _shown(container, stream, stated, name), total, choice,
+            Display(name).show, stated, float(stream.time_base or 0),
+        )  # fmt: skip
+
+
+def _shown(container: Any, stream: Any, rate: float | None, name: str) -> Iterator[Shown]:
+    """Frames with their moments; without timestamps, at an even rate.
+
+    Decoders hide damage: they go on with what they have, and end early without a word.
+    """
+    before = second = lasting = 0.0
+    for i, frame in enumerate(container.decode(stream)):
+        if frame.is_corrupt:
+            raise MediaProblem(f"truncated or damaged video: {name} (frame {i + 1} is damaged)")
+        even = i / rate if rate else np.nan
+        before, second = second, even if frame.time is None else frame.time
+        lasting = float(frame.duration * (frame.time_base or 0))
+        yield Shown(second, frame)
+    alone = container.duration if len(container.streams) == 1 else None
+    interval = max(lasting, second - before, 1 / rate if rate else 0)
+    end = second + interval
+    if alone and alone / 1e6 - end > max(interval / 2, _ROUNDING):
+        where = f"ends after {end:.3f} of {alone / 1e6:.3f} s"
+        raise MediaProblem(f"truncated or damaged video: {name} ({where})")
+
+
+def _count(source: Path | io.BytesIO, name: str) -> int:
+    """Frames of a video, without decoding them."""
+    with _opened_video(source, name) as (container, stream):
+        return sum(1 for packet in container.demux(stream) if packet.size)
+
+
+def _ends(source: Path | io.BytesIO, trailer: bytes) -> bool:
+    """Whether its last bytes are these; what some programs pad files with may follow."""
+    data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
+    return data.rstrip(b"\0\r\n\t ").endswith(trailer)
+
+
+@contextmanager
+def _opened_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any]]:
+    """A container and its first stream of moving pictures."""
+    try:
+        import av
+    except ImportError as error:
+        raise ValueError("videos need av: pip install 'flowalign[video]'") from error
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    try:
+        with av.open(source if isinstance(source, io.BytesIO) else str(source)) as container:
+            yield container, moving_pictures(container, name)
+    except av.FFmpegError as error:
+        raise MediaProblem(f"truncated or damaged video: {name} ({error.strerror})") from error
+
+
+def moving_pictures(container: Any, name: str) -> Any:
+    """The first stream of them in an opened container; the cover of a song is none.
+
+    Raises:
+        MediaProblem: there is none; `name` is the file's.
+    """
+    from av.stream import Disposition
+
+    for stream in container.streams.video:
+        if not stream.disposition & Disposition.attached_pic:
+            return stream
+    raise MediaProblem(f"no frames: {name} has no video stream")

@@ -1,0 +1,53 @@
+"""Many pictures or clips in one file."""
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.media.encode import write_clip
+from flowalign.media.thumbnails import first_to_last
+from flowalign.utils.files import aside
+
+PADDING = 2
+"""Pixels around every picture of a grid, and around every frame of a film strip."""
+STRIP = 6
+"""Frames of a film strip, at most."""
+
+
+def write_grid(
+    path: Path, media: Float[Tensor, "n F 3 H W"], columns: int, fps: float | None
+) -> str:
+    """Write pictures in rows of so many, or clips that have `fps`; what the file shows.
+
+    A PNG file of clips holds a film strip of each, below each other; in any other file they move,
+    in rows as pictures are. Written aside and renamed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    num, num_frames = media.shape[:2]
+    if fps and path.suffix.lower() != ".png":
+        write_clip(path, torch.stack([grid(frames, columns) for frames in media.unbind(1)]), fps)
+        return f"{num} clips, {columns} a row"
+    if fps:
+        shown = first_to_last(num_frames, STRIP)
+        _save(path, grid(media[:, shown].flatten(0, 1), len(shown)))
+        return f"{num} clips, a row of {len(shown)} of {num_frames} frames each"
+    _save(path, grid(media[:, 0], columns))
+    return f"{num} pictures, {columns} a row"
+
+
+def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h w"]:
+    """In rows of so many, with `PADDING` black pixels around each."""
+    from torchvision.utils import make_grid
+
+    if len(pictures) == 1:  # to which make_grid adds nothing
+        return torch.nn.functional.pad(pictures[0], [PADDING] * 4)
+    return make_grid(pictures, nrow=columns, padding=PADDING)
+
+
+def _save(path: Path, picture: Float[Tensor, "3 h w"]) -> None:
+    from torchvision.utils import save_image
+
+    with aside(path) as partial:
+        save_image(picture, partial, format="png")

@@ -1,0 +1,250 @@
+"""`compare.html`, `compare.png` and `compare.json`: a comparison to read, to show and to reuse."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from PIL import Image
+
+from flowalign.reports.charts import data_address, style
+from flowalign.reports.comparison import AXES, Axis, Band, Comparison, Row, Spread, leads
+from flowalign.utils.files import aside, write_text
+
+DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
+COLOURS = ("#1c1c1c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#882255",
+           "#808080")  # fmt: skip
+"""Okabe and Ito's, told apart without red or green, the yellow darkened; the baseline is black."""
+DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
+"""Lengths in line widths."""
+_CREDIT_WIDTH = 900
+"""Credit pictures are reduced to so many pixels."""
+_CUT = 3.0
+"""Horizontal axes end at so many times the common budget; what is beyond has no partner."""
+
+
+def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] = ()) -> None:
+    """Write the three files, each all at once; `missing` names runs that failed."""
+    out.mkdir(parents=True, exist_ok=True)
+    content = {"missing": list(missing)} | asdict(comparison)
+    write_text(out / "compare.json", json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
+    drawn = picture(comparison)
+    with aside(out / "compare.png") as partial:
+        partial.write_bytes(drawn)
+    earned = credit_pictures(out, comparison)
+    write_text(out / "compare.html", page(out.resolve().name, comparison, missing, earned))
+
+
+def page(
+    name: str,
+    comparison: Comparison,
+    missing: Sequence[str] = (),
+    earned: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The self-contained page; `earned` are methods and addresses of their credit pictures."""
+    template = (Path(__file__).parent / "templates" / "comparison.html.j2").read_text(
+        encoding="utf-8"
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"score": score, "spread": with_std, "count": count, "words": words}
+    compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
+    won = {axis: leads(comparison, axis) for axis in compared}
+    return environment.from_string(template).render(
+        name=name, comparison=comparison, rows=comparison.rows, axes=AXES,
+        compared=compared, won=won,
+        baseline=comparison.rows[0].method.name, baseline_final=comparison.rows[0].final.mean,
+        verdict=verdict(comparison), caution=caution(comparison), missing=missing,
+        cut=[words(axis) for axis in drawn if _is_cut(comparison, axis)],
+        charts=[(axis, chart(comparison, axis)) for axis in drawn],
+        looks=[swatch(i) for i in range(len(comparison.rows))],
+        diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
+        reached=reached, each_seed=each_seed, earned=earned,
+        seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
+    )  # fmt: skip
+
+
+def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
+    """The costs that every run had; training on stored pairs asks no reward, for example.
+
+    All of them where no run has gone beyond its first evaluation.
+    """
+    return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
+
+
+def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
+    """What steps earned at the end of each method's first run, where its method credits steps."""
+    found = []
+    for row in comparison.rows:
+        run = min(run.seed for run in row.method.runs)
+        pictures = sorted((out / row.method.name / f"seed{run}" / "credit").glob("step-*.png"))
+        if pictures:
+            content = io.BytesIO()
+            with Image.open(pictures[-1]) as picture:
+                reduced = picture.convert("RGB")
+                reduced.thumbnail((_CREDIT_WIDTH, 4 * _CREDIT_WIDTH))
+                reduced.save(content, "JPEG", quality=80)
+            found.append((row.method.name, data_address("jpeg", content.getvalue())))
+    return found
+
+
+def verdict(comparison: Comparison) -> str:
+    """Who ended highest, and who leads where all have spent as much."""
+    rows, axis = comparison.rows, spent_by_all(comparison, AXES)[0]
+    highest = max(row.final.mean for row in rows)
+    best = [row for row in rows if row.final.mean == highest]
+    led = [row for row, leader in zip(rows, leads(comparison, axis), strict=True) if leader]
+    end = f"{_names(best, 'end')} highest in held-out {comparison.metric}: "
+    end += with_std(best[0].final)
+    if rows[0] not in best:
+        end += f" (baseline {rows[0].method.name}: {with_std(rows[0].final)})"
+    return (
+        f"{end}. At {count(comparison.budgets[axis])} {words(axis)}, which all runs made, "
+        f"{_names(led, 'lead')} with {with_std(led[0].at_budget[axis])}."
+    )
+
+
+def _names(rows: Sequence[Row], verb: str) -> str:
+    """Who does it, in a sentence."""
+    return " and ".join(row.method.name for row in rows) + f" {verb}{'s' * (len(rows) == 1)}"
+
+
+def caution(comparison: Comparison) -> str:
+    """What too few seeds do not support, in a sentence; empty if all have several."""
+    single = [row.method.name for row in comparison.rows if len(row.method.runs) == 1]
+    if not single:
+        return ""
+    if len(single) == len(comparison.rows):
+        return "Every method has one seed only: this supports no claim about which one is better."
+    return f"One seed only, which supports no claim: {', '.join(single)}."
+
+
+def chart(comparison: Comparison, axis: Axis) -> str:
+    """The learning curves along one axis, as an SVG data address without a legend."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(style()):
+        figure = Figure(figsize=(350 / 72, 270 / 72), layout="constrained")
+        draw(figure.add_subplot(), comparison, axis)
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    return data_address("svg+xml", drawn.getvalue())
+
+
+def picture(comparison: Comparison) -> bytes:
+    """All learning curves in one PNG, the legend below."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(style()):
+        figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
+        shown = spent_by_all(comparison, DRAWN)
+        for i, axis in enumerate(shown):
+            axes = figure.add_subplot(1, len(shown), i + 1)
+            draw(axes, comparison, axis)
+            axes.set_title(f"equal {words(axis)}", fontsize=12)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=min(len(labels), 5),
+            frameon=False, handlelength=3.5, fontsize=12,
+        )  # fmt: skip
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
+    """Mean lines, bands from the lowest to the highest seed, and the budget that all reached."""
+    from matplotlib.ticker import MaxNLocator
+
+    for i, row in enumerate(comparison.rows):
+        _line(axes, row.method.name, row.bands[axis], i, len(row.method.runs) > 1)
+    budget = comparison.budgets[axis]
+    axes.axvline(budget, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    axes.set_xlim(left=0, right=_CUT * budget if _is_cut(comparison, axis) else None)
+    axes.set(xlabel=words(axis), ylabel=f"held-out {comparison.metric}")
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+
+
+def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
+    colour, dashes = look(i)
+    if banded:
+        axes.fill_between(band.cost, band.low, band.high, color=colour, alpha=0.10, linewidth=0)
+    axes.plot(
+        band.cost, band.mean, label=label, color=colour, linestyle=(0, dashes) if dashes else "-",
+        linewidth=2.2 if i == 0 else 1.7, marker="o" if len(band.cost) < 3 else None, markersize=4,
+    )  # fmt: skip
+
+
+def look(i: int) -> tuple[str, tuple[float, ...]]:
+    """Colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
+    return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
+
+
+def swatch(i: int) -> dict[str, str]:
+    """The line of the i-th method as attributes of an SVG line 2.5 units wide."""
+    colour, dashes = look(i)
+    return {"stroke": colour, "dashes": " ".join(f"{2.5 * length:g}" for length in dashes)}
+
+
+def _is_cut(comparison: Comparison, axis: Axis) -> bool:
+    return max(r.bands[axis].cost[-1] for r in comparison.rows) > _CUT * comparison.budgets[axis]
+
+
+def reached(row: Row, axis: Axis) -> str:
+    """The cost at which a method met the baseline's final mean, and its share of the baseline's."""
+    met = row.reach[axis]
+    if not math.isfinite(met.cost):
+        return "not reached"
+    return count(met.cost) + (f" ({met.share:.0%})" if math.isfinite(met.share) else "")
+
+
+def each_seed(row: Row, seeds: Sequence[int]) -> list[str]:
+    """The final value of every seed; a dash for a run that is missing."""
+    found = {run.seed: run.last.value for run in row.method.runs}
+    return [score(found.get(seed, math.nan)) for seed in seeds]
+
+
+def words(name: str) -> str:
+    """A name for people."""
+    return name.replace("_", " ")
+
+
+def score(value: float) -> str:
+    """Three decimals; a dash for what was not measured."""
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def with_std(values: Spread) -> str:
+    """Mean and standard deviation, or the mean alone for one seed."""
+    return score(values.mean) + (f" ± {score(values.std)}" if math.isfinite(values.std) else "")
+
+
+def count(value: float) -> str:
+    """A cost: whole numbers, a decimal for a few seconds."""
+    return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def _finite(content: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(content, dict):
+        return {name: _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

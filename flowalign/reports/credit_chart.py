@@ -1,0 +1,264 @@
+"""The picture of what denoising steps have earned, drawn from its record.
+
+All lengths are inches, y grows downwards.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from flowalign.reports.canvas import INK, MARGIN, SOFT, Scale, Sheet
+
+MOST_ROWS = 48
+"""Samples that are drawn."""
+Pictures = Mapping[int, Sequence[np.ndarray]]
+"""By state, H x W x 3 for each of the first samples."""
+_LEFT, _GAP = 0.95, 0.1
+_NARROW, _BAR, _ROW = 0.22, 1.15, 0.27
+_MOST_STATES = 10
+
+
+@dataclass(frozen=True)
+class CreditRecord:
+    """What the steps of the samples of one prompt have earned; None where there is no number."""
+
+    step: int
+    """The training step."""
+    prompt: str
+    method: str
+    rule: str
+    """What a step earns, in a sentence."""
+    weights: dict[str, float]
+    """Reward dimensions that count."""
+    sigmas: list[float]
+    states: list[int]
+    """Indices of the valued states; the last is the finished sample."""
+    values: list[list[float | None]]
+    """Sample by valued state: the weighted reward of what the ODE makes of it."""
+    credit: list[list[float | None]]
+    """Sample by denoising step, weighted over reward dimensions; None where not credited."""
+    advantage: list[list[float | None]]
+    """Sample by denoising step; None where not trained."""
+    marked: list[list[bool]] | None
+    """Sample by denoising step: singled out by the method, such as turning points."""
+    origin: list[list[int]] | None
+    """Where samples branch, which sample computed state k of each."""
+
+    @property
+    def trained(self) -> list[int]:
+        """The denoising steps in which some sample is trained or credited."""
+        rows = [*self.advantage, *self.credit]
+        steps = range(len(self.sigmas) - 1)
+        return [k for k in steps if any(row[k] is not None for row in rows)]
+
+
+def draw(record: CreditRecord, pictures: Pictures, png: Path) -> None:
+    """Write the picture; states without pictures are left blank."""
+    from matplotlib import rc_context
+
+    with rc_context({"font.size": 9, "text.color": INK, "font.family": "DejaVu Sans"}):
+        sheet = Sheet()
+        _draw_heading(sheet, record)
+        if record.origin is None:
+            _draw_paths(sheet, record, pictures)
+            _draw_advantages(sheet, record)
+        else:
+            _draw_branches(sheet, record, record.origin, pictures)
+        sheet.save(png)
+
+
+def _draw_heading(sheet: Sheet, record: CreditRecord) -> None:
+    title = f"Training step {record.step}: what each denoising step earned"
+    sheet.line(title, 0.3, fontsize=13, fontweight="bold")
+    for line in textwrap.wrap(f"Prompt: {record.prompt}", 75)[:4]:
+        sheet.line(line, 0.22, fontsize=10.5)
+    terms = [f"{weight:g} {name}" for name, weight in record.weights.items()]
+    reward = " + ".join(terms).replace("+ -", "- ")
+    for text in (f"{record.method}: {record.rule}", f"Reward = {reward}"):
+        for line in textwrap.wrap(text, 95):
+            sheet.line(line, 0.19, color=SOFT)
+    sheet.y += 0.12
+
+
+def _draw_paths(sheet: Sheet, record: CreditRecord, pictures: Pictures) -> None:
+    """Some samples, each in a row: states with their pictures, and between them the steps."""
+    scale, side = Scale(record.credit), _side(record)
+    sheet.line("Along the way", 0.26, fontsize=11, fontweight="bold")
+    what = "Pictures: what the sampler would make of a state without more noise, and its reward."
+    sheet.line(what, color=SOFT)
+    scale.draw(sheet, "Credit of a step")
+    if record.marked is not None:
+        what = "turning point" if record.method == "TurningPoint" else "singled out"
+        sheet.star(MARGIN + 0.08, sheet.y + 0.03, 9)
+        what = f"{what} in at least one reward dimension"
+        sheet.text(MARGIN + 0.25, sheet.y + 0.03, what, ha="left", color=SOFT)
+        sheet.y += 0.22
+    columns = _columns(record)
+    for place, k, is_state in columns:
+        _draw_column_name(sheet, record, place, k, is_state)
+    sheet.y += 0.45
+    count = min([len(record.values), *map(len, pictures.values())] if pictures else [6])
+    for b in range(min(count, len(record.values))):
+        sheet.text(MARGIN, sheet.y + side / 2, f"sample {b}", ha="left")
+        for place, k, is_state in columns:
+            if is_state:
+                image = pictures[k][b] if k in pictures else None
+                sheet.picture(image, place, sheet.y, side)
+                value = record.values[b][record.states.index(k)]
+                sheet.text(place + side / 2, sheet.y + side + 0.12, _reward(value))
+            else:
+                _draw_step(sheet, place, record, scale, (b, k))
+        sheet.y += side + 0.3
+    sheet.y += 0.1
+
+
+def _columns(record: CreditRecord) -> list[tuple[float, int, bool]]:
+    """Left edge, index, and whether it is a state: in order of time, state k before step k."""
+    chosen = np.linspace(0, len(record.states) - 1, min(_MOST_STATES, len(record.states)))
+    states = [(record.states[round(i)], True) for i in chosen]
+    steps = [(k, False) for k in record.trained]
+    order = sorted(states + steps, key=lambda column: (column[0], not column[1]))
+    widths = [_side(record) if is_state else _cell(record) for _, is_state in order]
+    places = MARGIN + _LEFT + np.cumsum([0.0, *(width + _GAP for width in widths[:-1])])
+    return [(float(x), k, is_state) for x, (k, is_state) in zip(places, order, strict=True)]
+
+
+def _side(record: CreditRecord) -> float:
+    """Of a picture on the way."""
+    return 0.95 if len(record.states) <= 6 else 0.75
+
+
+def _cell(record: CreditRecord) -> float:
+    """Width of a step; many are narrow and have no numbers."""
+    many = len(record.trained)
+    return 0.8 if many <= 6 else 0.62 if many <= 16 else _NARROW
+
+
+def _draw_column_name(
+    sheet: Sheet, record: CreditRecord, place: float, k: int, is_state: bool
+) -> None:
+    if not is_state:
+        _draw_step_name(sheet, record, place, k, sheet.y + 0.29)
+        return
+    middle, last = place + _side(record) / 2, k == len(record.sigmas) - 1
+    sheet.text(middle, sheet.y + 0.12, "finished" if last else f"state {k}", fontweight="bold")
+    sheet.text(middle, sheet.y + 0.29, f"noise {record.sigmas[k]:.0%}", color=SOFT)
+
+
+def _draw_step_name(sheet: Sheet, record: CreditRecord, x: float, k: int, y: float) -> None:
+    name = f"step {k}" if _cell(record) > _NARROW else str(k)
+    sheet.text(x + _cell(record) / 2, y, name, color=SOFT)
+
+
+def _draw_step(
+    sheet: Sheet, x: float, record: CreditRecord, scale: Scale, at: tuple[int, int]
+) -> None:
+    b, k = at
+    number, y, width = record.credit[b][k], sheet.y + _side(record) / 2, _cell(record)
+    colour = scale.colour(number)
+    sheet.arrow(x, y, width, 0.42, facecolor=colour, edgecolor="#999999", linewidth=0.6)
+    if width > _NARROW:
+        sheet.text(x + width / 2 - 0.04, y, scale.told(number), color=scale.ink(number))
+    if record.marked is not None and record.marked[b][k]:
+        sheet.star(x + width / 2, y - 0.31, 11)
+
+
+def _draw_advantages(sheet: Sheet, record: CreditRecord) -> None:
+    """All samples by trained step."""
+    scale, width = Scale(record.advantage), _cell(record)
+    rows = range(min(len(record.advantage), MOST_ROWS))
+    title = f"Advantage: credit compared within the prompt, {_how_many(record)}"
+    sheet.line(title, 0.26, fontsize=11, fontweight="bold")
+    scale.draw(sheet, "Advantage")
+    places = [(MARGIN + _LEFT + i * width, k) for i, k in enumerate(record.trained)]
+    right = MARGIN + _LEFT + len(places) * width + 0.45
+    for x, k in places:
+        _draw_step_name(sheet, record, x, k, sheet.y + 0.1)
+    sheet.text(right, sheet.y + 0.1, "reward", color=SOFT)
+    sheet.y += 0.24
+    for b in rows:
+        middle = sheet.y + _ROW / 2
+        sheet.text(MARGIN, middle, f"sample {b}", ha="left")
+        for x, k in places:
+            number = record.advantage[b][k]
+            sheet.box(x, sheet.y, width, _ROW, facecolor=scale.colour(number), edgecolor="white")
+            if width > _NARROW:
+                sheet.text(x + width / 2, middle, scale.told(number), color=scale.ink(number))
+            if record.marked is not None and record.marked[b][k]:
+                sheet.star(x + 0.1, middle, 7)
+        sheet.text(right, middle, _reward(record.values[b][-1]))
+        sheet.y += _ROW
+    sheet.box(right, sheet.y, 0.4, 0.0, edgecolor="none")  # room for the rewards
+
+
+def _draw_branches(
+    sheet: Sheet, record: CreditRecord, origin: list[list[int]], pictures: Pictures
+) -> None:
+    """All samples in rows that are one as long as the samples are; the outcomes at the right."""
+    scale, rows = Scale(record.advantage), range(min(len(record.advantage), MOST_ROWS))
+    height = 0.62 if len(rows) <= 24 else 0.42
+    title = f"From the shared start to the pictures: {_how_many(record)}"
+    sheet.line(title, 0.26, fontsize=11, fontweight="bold")
+    what = "A row is a sample. Where a bar spans several rows, these samples are still one."
+    sheet.line(what, color=SOFT)
+    sheet.line("Bars that part from one bar are alternatives: compare their pictures.", color=SOFT)
+    if len({row[0] for row in origin}) > 1:
+        sheet.line("A line lies between samples of different initial noise.", color=SOFT)
+    scale.draw(sheet, "Advantage")
+    for i, k in enumerate(record.trained):
+        _draw_bars(sheet, record, origin, scale, (i, k), height)
+    right = MARGIN + _LEFT + len(record.trained) * _BAR + 0.12
+    sheet.text(right, sheet.y + 0.1, "picture and reward", ha="left", fontweight="bold")
+    sheet.box(right, sheet.y, 1.3, 0.0, edgecolor="none")
+    sheet.y += 0.42
+    images = pictures.get(len(record.sigmas) - 1, ())
+    for b in rows:
+        if b and origin[b][0] != origin[b - 1][0]:
+            sheet.box(MARGIN, sheet.y, right + 1.3 - MARGIN, 0.0, edgecolor=INK, linewidth=1.2)
+        sheet.text(MARGIN, sheet.y + height / 2, f"sample {b}", ha="left")
+        image = images[b] if b < len(images) else None
+        sheet.picture(image, right, sheet.y + 0.03, height - 0.06)
+        value = _reward(record.values[b][-1])
+        sheet.text(right + height + 0.08, sheet.y + height / 2, value, ha="left")
+        sheet.y += height
+
+
+def _draw_bars(
+    sheet: Sheet,
+    record: CreditRecord,
+    origin: list[list[int]],
+    scale: Scale,
+    column: tuple[int, int],
+    height: float,
+) -> None:
+    """One step: a bar for each state that it reached, over the rows that share it."""
+    i, k = column
+    x, rows = MARGIN + _LEFT + i * _BAR, range(min(len(origin), MOST_ROWS))
+    sheet.text(x + _BAR / 2, sheet.y + 0.1, f"step {k}", fontweight="bold")
+    sheet.text(x + _BAR / 2, sheet.y + 0.27, f"noise {record.sigmas[k]:.0%}", color=SOFT)
+    for _, members in groupby(rows, key=lambda b: origin[b][k + 1]):
+        block = list(members)
+        number = next((n for b in block if (n := record.advantage[b][k]) is not None), None)
+        y, tall = sheet.y + 0.42 + block[0] * height, len(block) * height
+        colour = scale.colour(number)
+        sheet.box(x + 0.02, y + 0.02, _BAR - 0.04, tall - 0.04, facecolor=colour, edgecolor="none")
+        lines = [scale.told(number), f"{len(block)} samples" if len(block) > 1 else ""]
+        told = "\n".join(filter(None, lines))
+        sheet.text(x + _BAR / 2, y + tall / 2, told, color=scale.ink(number))
+
+
+def _reward(value: float | None) -> str:
+    if value is None:
+        return "failed"
+    return f"{value:.3f}" if abs(value) < 100 else f"{value:,.1f}"
+
+
+def _how_many(record: CreditRecord) -> str:
+    number = len(record.advantage)
+    if number > MOST_ROWS:
+        return f"the first {MOST_ROWS} of {number} samples"
+    return f"{number} sample{'s' * (number != 1)}"

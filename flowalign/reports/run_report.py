@@ -1,0 +1,226 @@
+"""`report.html`: one self-contained page about a run, made from the files in its directory.
+
+Whatever is missing (no evaluation, no pictures, a run that is still going) leaves its part of the
+page out.
+"""
+
+import contextlib
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from PIL import Image
+
+from flowalign.reports.calibration_chart import draw_calibration
+from flowalign.reports.charts import Lines, chart, data_address, num_smoothed, panels, weights_in
+from flowalign.reports.samples import read_json, samples
+from flowalign.sampling.calibration import read_calibration
+from flowalign.utils.console import duration
+from flowalign.utils.files import write_text
+from flowalign.utils.tracking import read_metrics
+
+_WIDEST, _HEAVIEST = 1600, 500_000
+"""Pixels across, to which a picture with text is reduced, and bytes at which it becomes JPEG."""
+_HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
+_CHECKS = {
+    "loss_at_start": ("loss before any update", "that of equal networks"),
+    "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
+    "moved_share": ("share of the trained parameters that an update has moved", "1"),
+    "kl_gradient": ("size of the gradient of the KL term", "above 0"),
+    "rank_spread": ("difference between the weights of the ranks", "0"),
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One quantity before and after training; NaN where it was not measured."""
+
+    name: str
+    before: float
+    after: float
+
+    @property
+    def complete(self) -> bool:
+        """Both ends were measured."""
+        return math.isfinite(self.before) and math.isfinite(self.after)
+
+    @property
+    def difference(self) -> str:
+        """After minus before, with its sign."""
+        return f"{self.after - self.before:+.3f}" if self.complete else "-"
+
+
+def write_report(folder: Path) -> Path:
+    """Write `report.html` into a run directory, all at once, and return its path."""
+    series = collect(read_metrics(folder))
+    summary = read_json(folder / "summary.json")
+    changes = outcomes(summary, series)
+    config = folder / "config.yaml"
+    template = (Path(__file__).parent / "templates" / "run.html.j2").read_text(encoding="utf-8")
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["number"] = _number
+    page = environment.from_string(template).render(
+        name=folder.resolve().name,
+        status=summary.get("status", ""),
+        verdict=verdict(changes, summary, series),
+        tiles=tiles(changes, summary),
+        smoothed=num_smoothed(len(series.get("reward_mean", {}))),
+        panels=[(panel, chart(panel)) for panel in panels(series, weights_in(config))],
+        samples=samples(folder / "samples"),
+        credit=credit(folder / "credit"),
+        calibration=calibration(folder / "calibration.json"),
+        checks=checks(series),
+        changes=changes,
+        config=config.read_text(encoding="utf-8") if config.exists() else "",
+    )
+    target = folder / "report.html"
+    write_text(target, page)
+    return target
+
+
+def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
+    """Every metric over steps; those that never had a finite value are left out."""
+    series: Lines = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "seconds"):
+                series.setdefault(name, {})[row["step"]] = _float(value)
+    return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
+
+
+def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
+    """Held-out values before and after, from the summary or else the first and last evaluation."""
+    first, last = {}, {}
+    for name, line in series.items():
+        finite = [step for step in sorted(line) if math.isfinite(line[step])]
+        if name.startswith("eval/"):
+            first[name[5:]] = line[finite[0]]
+            last |= {name[5:]: line[finite[-1]]} if len(finite) > 1 else {}
+    told: dict[str, Any] = summary.get("before") or {}
+    before = told | first | told  # the summary's order and its values
+    after = last | (summary.get("after") or {})
+    found = [Change(n, _float(before.get(n)), _float(after.get(n))) for n in before | after]
+    return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]
+
+
+def headline(changes: Sequence[Change]) -> Change | None:
+    """The one held-out quantity that the page leads with."""
+    complete = {change.name: change for change in changes if change.complete}
+    names = [name for name in _HEADLINES if name in complete] + list(complete)
+    return complete[names[0]] if names else None
+
+
+def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines) -> str:
+    """What training has changed, in a sentence."""
+    training = [v for _, v in sorted(series.get("reward_mean", {}).items()) if math.isfinite(v)]
+    trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
+    num_steps = summary.get("steps") or 1 + max(trained, default=-1)
+    over = f"over {num_steps} step{'s' * (num_steps != 1)}"
+    ending = {"interrupted": "; the run was interrupted.", "running": "; the run is still going."}
+    ending = ending.get(str(summary.get("status", "" if summary else "running")), ".")
+    top = headline(changes)
+    if top:
+        return (
+            f"Held-out {top.name} went from {top.before:.3f} to {top.after:.3f} "
+            f"({top.difference}) {over}{ending}"
+        )
+    if len(training) < 2:
+        return "Too few steps have been recorded for a verdict" + ending
+    n = num_smoothed(len(training))
+    start, stop = np.mean(training[:n]), np.mean(training[-n:])
+    which = f"means of the first and last {n} steps" if n > 1 else "first and last step"
+    return f"Training reward went from {start:.3f} to {stop:.3f} ({which}) {over}{ending}"
+
+
+def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The figures at the top: label and value."""
+    top = headline(changes)
+    shown = []
+    if top:
+        shown = [
+            (f"{top.name} before", f"{top.before:.3f}"),
+            (f"{top.name} after", f"{top.after:.3f}"),
+            ("change", top.difference),
+        ]
+    seconds = _float(summary.get("seconds"))
+    if math.isfinite(seconds):
+        shown.append(("time (h:min:s)" if seconds >= 3600 else "time (min:s)", duration(seconds)))
+    for name in ("steps", "network_evaluations", "reward_calls"):
+        if math.isfinite(_float(summary.get(name))):
+            shown.append((name.replace("_", " "), _count(_float(summary[name]))))
+    if summary.get("seed") is not None:
+        shown.append(("seed", str(summary["seed"])))
+    return shown
+
+
+def credit(folder: Path) -> dict[str, Any]:
+    """The pictures of what denoising steps have earned, of the first and the last step with one."""
+    records = {
+        png: read_json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))
+    }
+    found = [png for png, record in records.items() if record]
+    shown = []
+    for png in dict.fromkeys([*found[:1], *found[-1:]]):
+        with contextlib.suppress(OSError), Image.open(png) as picture:
+            shown.append((records[png], *_page(picture.convert("RGB"))))
+    return {"pictures": shown, "branches": shown[0][0]["origin"] is not None} if shown else {}
+
+
+def _page(picture: Image.Image) -> tuple[str, int]:
+    """A picture with text as an address, and the width in pixels at which the text is legible."""
+    width = round(picture.width / 1.5)
+    picture.thumbnail((_WIDEST, 3 * _WIDEST))
+    content = io.BytesIO()
+    picture.save(content, "PNG", optimize=True)
+    if content.tell() < _HEAVIEST:
+        return data_address("png", content.getvalue()), width
+    content = io.BytesIO()
+    picture.save(content, "JPEG", quality=90)
+    return data_address("jpeg", content.getvalue()), width
+
+
+def calibration(file: Path) -> str:
+    """The picture of the noise levels as an address; empty where none were calibrated."""
+    try:
+        return draw_calibration(read_calibration(file))
+    except ValueError:
+        return ""
+
+
+def checks(series: Lines) -> list[dict[str, str]]:
+    """What the checks measured last, one row each; denoising steps in numerical order."""
+    rows = []
+    for name in sorted(series, key=_natural):
+        if not name.startswith("check/"):
+            continue
+        kind, _, k = name[6:].partition("_drift_")
+        kind = "ratio_drift" if k else kind
+        meaning, wanted = _CHECKS.get(kind, (name[6:].replace("_", " "), ""))
+        step, value = max((s, v) for s, v in series[name].items() if math.isfinite(v))
+        what = f"{meaning} {k}".strip()
+        rows.append({"what": what, "wanted": wanted, "step": str(step), "value": f"{value:.3g}"})
+    return rows
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _float(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.2f} M"
+
+
+def _number(value: float) -> str:
+    return f"{value:.3f}" if math.isfinite(value) else "-"

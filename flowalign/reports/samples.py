@@ -1,0 +1,97 @@
+"""The samples of a report: before and after, prompt by prompt."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from flowalign.media.grids import PADDING
+from flowalign.reports.charts import data_address
+
+_SMALL, _LARGEST = 128, 320
+"""Sides in pixels: up to the first a picture is kept as it is, above the second it is reduced."""
+_LOW, _WIDEST = 64, 1200
+"""The same of a film strip: pixels of its height, and of its width."""
+
+
+def samples(folder: Path) -> dict[str, Any]:
+    """What the first and the last step that has a grid made of each prompt.
+
+    A card is a prompt, a picture for each step, and of clips, which move, a film strip for each.
+    """
+    index = read_json(folder / "index.json")
+    prompts, num_columns, fps = index.get("prompts", []), index.get("columns", 1), index.get("fps")
+    steps = sorted(index.get("steps", []))
+    first = _first_grid(folder, steps)
+    last = _first_grid(folder, steps[::-1])
+    if not prompts or not first or not last:
+        return {}
+    grids = dict([first, last])
+    cut = {step: cut_grid(grid, len(prompts), num_columns) for step, grid in grids.items()}
+    size = cut[first[0]][0].size
+    still = {step: _addresses(pictures, bool(fps)) for step, pictures in cut.items()}
+    cards = []
+    for i, prompt in enumerate(prompts):
+        pictures = [(step, addresses[i]) for step, addresses in still.items()]
+        moving = [(step, address) for step in grids if (address := _moving(folder, step, i))]
+        cards.append((prompt, moving, pictures) if fps else (prompt, pictures, []))
+    small = size[1] <= _LOW if fps else max(size) <= _SMALL
+    return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
+
+
+def _moving(folder: Path, step: int, number: int) -> str:
+    """A clip as an address, as it was written for pages; empty where it is missing."""
+    file = folder / f"step-{step:06}" / f"{number:03}.webp"
+    return data_address("webp", file.read_bytes()) if file.is_file() else ""
+
+
+def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:
+    """The first of these grids that is there and was not cut short by an interruption."""
+    for step in steps:
+        try:
+            with Image.open(folder / f"step-{step:06}.png") as grid:
+                return step, grid.convert("RGB")
+        except OSError:
+            continue
+    return None
+
+
+def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
+    """The pictures of a grid, row by row; PADDING pixels lie around each of them."""
+    num_columns = min(num_columns, num_pictures)
+    num_rows = -(-num_pictures // num_columns)
+    width = (grid.width - PADDING) // num_columns
+    height = (grid.height - PADDING) // num_rows
+    corners = [
+        (PADDING + i % num_columns * width, PADDING + i // num_columns * height)
+        for i in range(num_pictures)
+    ]
+    return [grid.crop((x, y, x + width - PADDING, y + height - PADDING)) for x, y in corners]
+
+
+def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
+    """Small pictures as they are; large ones reduced, or the page would be too heavy to open."""
+    addresses = []
+    for picture in pictures:
+        content = io.BytesIO()
+        small = picture.height <= _LOW if strips else max(picture.size) <= _SMALL
+        if small:
+            picture.save(content, "PNG")
+        else:
+            picture.thumbnail((_WIDEST, _LARGEST) if strips else (_LARGEST, _LARGEST))
+            picture.save(content, "JPEG", quality=88)
+        addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
+    return addresses
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty if it is missing or was cut short by an interruption."""
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return {}

@@ -1,0 +1,240 @@
+"""Several reward models seen as one: dimensions side by side, a weight each; no failure scores."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowalign.functional.combine import Multipliers
+from flowalign.types import Loadable, MediaBatch, Policy, RewardModel, RewardOutput
+from flowalign.utils.costs import Costs
+
+OnFailure = Literal["raise", "drop_sample", "drop_group"]
+
+
+class RewardFailure(RuntimeError):
+    """A reward could not be computed and the run was told to stop in that case."""
+
+
+@dataclass
+class Rewards:
+    """Concatenates the dimensions of its models, in order, and carries their weights."""
+
+    models: Sequence[RewardModel]
+    weight_of: Mapping[str, float]
+    on_failure: OnFailure = "raise"
+    costs: Costs = field(default_factory=Costs)
+    metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Further columns of each prompt's row, for models that read them."""
+    dims: tuple[str, ...] = field(init=False)
+    weights: Float[Tensor, "R"] = field(init=False)
+    multipliers: Multipliers | None = field(default=None, init=False)
+    """Of the weights, where a recipe holds dimensions near thresholds."""
+    _workers: dict[int, ThreadPoolExecutor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuse weights that name nothing."""
+        if not self.models and self.weight_of:
+            raise ValueError(f"rewards is empty, but reward_weights names {sorted(self.weight_of)}")
+        self.dims = tuple(dim for model in self.models for dim in model.spec.dims)
+        repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
+        if repeated:
+            raise ValueError(f"reward dimensions {repeated} come from more than one model")
+        unknown = sorted(self.weight_of.keys() - set(self.dims))
+        if unknown:
+            raise ValueError(
+                f"reward_weights name unknown dimensions {unknown}; "
+                f"there are {', '.join(self.dims)}"
+            )
+        self.weights = torch.tensor([float(self.weight_of.get(dim, 0.0)) for dim in self.dims])
+        if not self.weights.isfinite().all():
+            raise ValueError(f"reward_weights must be finite numbers, got {dict(self.weight_of)}")
+
+    def check_weights(self) -> None:
+        """ValueError where there is nothing to optimise."""
+        if not self.models:
+            raise ValueError("rewards is empty; name at least one reward model")
+        if not self.weights.any():
+            raise ValueError(
+                f"reward_weights are all zero; weight at least one of {', '.join(self.dims)}"
+            )
+
+    def check_policy(self, policy: Policy) -> None:
+        """ValueError where a model cannot score what the policy makes. Needs no weights."""
+        name = type(policy).__name__
+        for spec in (model.spec for model in self.models):
+            if policy.fps is None and "fps" in spec.needs:
+                raise ValueError(
+                    f"reward {spec.name!r} needs frames per second; {name} makes pictures"
+                )
+            if policy.fps is None and spec.modality == "video":
+                raise ValueError(f"reward {spec.name!r} scores videos; {name} makes pictures")
+            if policy.fps is not None and spec.modality == "image":
+                raise ValueError(
+                    f"reward {spec.name!r} scores images; {name} makes videos. "
+                    "Wrap it in reward_models.per_frame.PerFrame"
+                )
+
+    @property
+    def current_weights(self) -> Float[Tensor, "R"]:
+        """The weights of this step: those given, times the multipliers of thresholds."""
+        if self.multipliers is None:
+            return self.weights
+        held = self.multipliers.thresholds.isfinite()
+        return torch.where(held, self.weights * self.multipliers.weights, self.weights)
+
+    def load(self) -> None:
+        """Get every model ready. Raises ValueError for weights or servers that cannot be used."""
+        for model in self.models:
+            if isinstance(model, Loadable):
+                model.load()
+
+    def batch(
+        self,
+        media: Float[Tensor, "n F 3 H W"],
+        prompts: Sequence[str],
+        groups: Sequence[int] = (),
+        fps: float | None = None,
+    ) -> MediaBatch:
+        """Media with all that is known of their prompts; `fps` is that of all, None of pictures."""
+        metadata = [self.metadata.get(prompt, {}) for prompt in prompts] if self.metadata else ()
+        rates = () if fps is None else (fps,) * len(media)
+        return MediaBatch(media, prompts, metadata, fps=rates, groups=groups)
+
+    def scoring(self) -> "Scoring":
+        """Scores for media that arrive in chunks; every model works in its own thread."""
+        return Scoring(self)
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """All dimensions of all models; reasons joined."""
+        scoring = self.scoring()
+        scoring.add(batch)
+        return scoring.result()
+
+    def worker(self, model: RewardModel) -> ThreadPoolExecutor:
+        """The one thread in which a model works: models run beside each other, calls in order."""
+        if id(model) not in self._workers:
+            name = f"reward-{model.spec.name}"
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self._workers[id(model)] = ThreadPoolExecutor(1, name, _on, (device,))
+        return self._workers[id(model)]
+
+    def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
+        """Raise RewardFailure if one of the weighted dimensions failed; `name` names a sample."""
+        usable = self.usable(output.valid)
+        if usable.all():
+            return
+        i = int((~usable).nonzero()[0])
+        raise RewardFailure(
+            f"{int((~usable).sum())} of {len(usable)} rewards failed{where}. "
+            f"First: {name(i)}: {output.reasons.get(i, 'no reason given')}.\n"
+            "Set on_failed_reward to drop_sample to go on without such samples."
+        )
+
+    def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
+        """Samples whose weighted dimensions are all valid; failed others are only not logged."""
+        return valid[:, self.weights != 0].all(1)
+
+
+def _on(device: int | None) -> None:
+    """Work on the device of this process: the current one is a property of a thread."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+class Scoring:
+    """Scores of media that arrive chunk by chunk, computed while the caller goes on.
+
+    Models that compare samples of a group are asked once, when all chunks are there; the chunks
+    of one scoring must hold whole groups together.
+    """
+
+    def __init__(self, rewards: Rewards):
+        self.rewards = rewards
+        self.jobs: list[list[Future[RewardOutput]]] = [[] for _ in rewards.models]
+        self.batches: list[MediaBatch] = []
+        self.size = 0
+
+    def add(self, batch: MediaBatch) -> None:
+        """Hand a chunk to the models' threads."""
+        self.size += len(batch)
+        self.rewards.costs.reward_calls += len(batch) * len(self.rewards.models)
+        compares = False
+        for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
+            if "groups" in model.spec.needs:
+                compares = True
+            else:
+                jobs.append(self.rewards.worker(model).submit(model.score, batch))
+        if compares:
+            self.batches.append(batch)
+
+    def result(self) -> RewardOutput:
+        """All dimensions of all chunks, in order. Raises what a model raised."""
+        if self.batches:
+            whole = joined_batches(self.batches)
+            self.batches = []
+            for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
+                if "groups" in model.spec.needs:
+                    jobs.append(self.rewards.worker(model).submit(model.score, whole))
+        if not self.jobs:
+            return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
+        columns = [joined_rows([job.result() for job in jobs]) for jobs in self.jobs]
+        reasons: dict[int, str] = {}
+        for part in columns:
+            for i, why in part.reasons.items():
+                reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
+        return RewardOutput(
+            torch.cat([c.values for c in columns], 1), torch.cat([c.valid for c in columns], 1),
+            reasons,
+        )  # fmt: skip
+
+
+def joined_rows(outputs: Sequence[RewardOutput]) -> RewardOutput:
+    """The samples of several outputs of one model, one after another."""
+    reasons, start = {}, 0
+    for output in outputs:
+        reasons |= {start + i: why for i, why in output.reasons.items()}
+        start += len(output.values)
+    return RewardOutput(
+        torch.cat([output.values for output in outputs]),
+        torch.cat([output.valid for output in outputs]),
+        reasons,
+    )
+
+
+def part_of(output: RewardOutput, start: int, stop: int) -> RewardOutput:
+    """Samples start to stop of an output."""
+    reasons = {i - start: why for i, why in output.reasons.items() if start <= i < stop}
+    spread = output.uncertainty
+    return RewardOutput(
+        output.values[start:stop], output.valid[start:stop], reasons,
+        None if spread is None else spread[start:stop], output.extras[start:stop],
+    )  # fmt: skip
+
+
+def joined_batches(batches: Sequence[MediaBatch]) -> MediaBatch:
+    """The samples of several batches, one after another."""
+    if len(batches) == 1:
+        return batches[0]
+    return MediaBatch(
+        torch.cat([b.media for b in batches]),
+        [p for b in batches for p in b.prompts],
+        [m for b in batches for m in b.metadata],
+        [f for b in batches for f in b.fps],
+        [r for b in batches for r in b.references],
+        [g for b in batches for g in b.groups],
+    )
+
+
+def surviving(
+    usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
+) -> Bool[Tensor, "B T"]:
+    """Transitions that may be trained: the usable ones, or only whole usable groups."""
+    if on_failure != "drop_group":
+        return usable
+    whole = usable.unflatten(0, (-1, group_size)).all(1)
+    return whole.repeat_interleave(group_size, 0)

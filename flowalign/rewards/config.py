@@ -1,0 +1,44 @@
+"""Reward models named outside a run file: a YAML list under `rewards:`, or one dotted path."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from flowalign.types import RewardModel
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import bundled
+
+
+@dataclass(frozen=True)
+class _File:
+    rewards: list[RewardModel]
+
+
+def load_rewards(source: str) -> tuple[list[RewardModel], str]:
+    """The reward models of a YAML file, or of a dotted path such as `reward_models.jpeg.JpegSize`.
+
+    Returns them with the resolved YAML, for a record of what scored. Weights are not read.
+
+    Raises:
+        ConfigError: naming the file or class, and what is wrong with it.
+    """
+    path, parser = Path(bundled(source)), ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(_File, None, fail_untyped=True)
+    try:
+        if path.is_file():
+            content = yaml.safe_load(path.read_text())
+        elif source.endswith((".yaml", ".yml")):
+            raise ConfigError(f"rewards file {source!r} does not exist (looked in {Path.cwd()})")
+        else:
+            content = {"rewards": [{"class_path": source}]}
+        if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
+            raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
+        parsed = parser.parse_object(content)
+        return parser.instantiate_classes(parsed)["rewards"], parser.dump(parsed, skip_none=False)
+    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ConfigError("\n".join([f"{source}:", *lines[-3:]])) from error

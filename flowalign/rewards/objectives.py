@@ -1,0 +1,137 @@
+"""Several reward dimensions as one signal, beyond weighting them: components of a recipe."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign.functional.combine import (
+    Bound,
+    Multipliers,
+    log_sigmoid_centred,
+    pareto_mask,
+    valid_mean,
+)
+from flowalign.functional.tail import Completion
+from flowalign.rewards.composite import Rewards
+from flowalign.types import Values
+
+Pareto = Literal["off", "group", "batch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSigmoidCentred:
+    """Replaces each weighted reward by log sigmoid((reward - reference) / scale).
+
+    What is good enough already gains little from more, so the worst dimension counts most. Use it
+    with `advantage_combine: advantage_of_sum`: the sum is the log-probability of being good in all.
+    Source: arXiv:2402.00742.
+    """
+
+    reference: Mapping[str, float]
+    """Per weighted dimension, a reward that is good enough, such as a quantile of the untrained
+    model's."""
+    scale: float = 1.0
+    """Rewards per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
+
+    def __post_init__(self) -> None:
+        """Refuse a scale that turns preferences round."""
+        if not self.scale > 0:
+            raise ValueError(f"value_transform.scale is {self.scale}; it must be above 0")
+
+    def check(self, rewards: Rewards) -> None:
+        """Raises ValueError unless exactly the weighted dimensions have a reference."""
+        weighted = {d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w}
+        if weighted != set(self.reference):
+            raise ValueError(
+                f"value_transform.reference names {', '.join(sorted(self.reference)) or 'nothing'};"
+                f" it needs a number for each of {', '.join(sorted(weighted))}"
+            )
+
+    def __call__(self, values: Float[Tensor, "*n R"], dims: Sequence[str]) -> Tensor:
+        """Values with the named dimensions transformed; NaN stays NaN."""
+        flat = values.flatten(0, -2)
+        centre = torch.tensor([self.reference.get(dim, 0.0) for dim in dims]).expand_as(flat)
+        moved = log_sigmoid_centred(flat / self.scale, flat.isfinite(), centre / self.scale)
+        named = torch.tensor([dim in self.reference for dim in dims])
+        return torch.where(named, moved, flat).view_as(values)
+
+
+class Transformed(Values):
+    """An oracle whose rewards are transformed before a credit method sees them."""
+
+    def __init__(self, values: Values, dims: Sequence[str], transform: LogSigmoidCentred | None):
+        self.values, self.dims, self.transform = values, dims, transform
+
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        """See `Values`."""
+        values = self.values(ks, how)
+        return self.transform(values, self.dims) if self.transform else values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Thresholds:
+    """Keeps reward dimensions near thresholds: their weights move with what is missing to them.
+
+    Each named dimension's weight is multiplied by a Lagrange multiplier that is updated after
+    every step. Source: constrained RLHF, arXiv:2310.04373, whose multipliers also weigh the KL;
+    here the KL keeps the coefficient of the algorithm.
+    """
+
+    at: Mapping[str, float]
+    """Dimension to the mean reward that is wanted."""
+    bound: Bound = "at_least"
+    """"at_least": a dimension beyond its threshold counts less and less. "near": it is pushed
+    back."""
+    rate: float = 0.1
+    momentum: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Refuse thresholds that hold nothing."""
+        if not self.at or not self.rate > 0 or not 0 <= self.momentum < 1:
+            raise ValueError(
+                f"thresholds at {dict(self.at)}, rate {self.rate}, momentum {self.momentum}: need a"
+                " dimension, rate > 0 and 0 <= momentum < 1"
+            )
+
+    def check(self, rewards: Rewards) -> None:
+        """Raises ValueError for a dimension that no reward has, or that has no weight."""
+        weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
+        if unknown := sorted(set(self.at) - set(weighted)):
+            raise ValueError(
+                f"thresholds name {', '.join(unknown)}; weighted dimensions are "
+                f"{', '.join(weighted)}"
+            )
+
+    def start(self, dims: Sequence[str]) -> Multipliers:
+        """Before the first step. Dimensions without a threshold have a NaN one and stay."""
+        at = torch.tensor([self.at.get(dim, torch.nan) for dim in dims])
+        return Multipliers.start(at, self.bound)
+
+    def after(self, multipliers: Multipliers, final: Float[Tensor, "n R"]) -> Multipliers:
+        """After a step whose samples, those of all processes, had these rewards."""
+        mean = valid_mean(final, final.isfinite())
+        mean = mean.masked_fill(multipliers.thresholds.isnan(), torch.nan)
+        return multipliers.update(mean, self.rate, self.momentum)
+
+
+def resumed(
+    thresholds: Thresholds | None, rewards: Rewards, state: list[list[float]] | None
+) -> Multipliers | None:
+    """The multipliers where a checkpoint left them."""
+    if thresholds is None or state is None:
+        return None
+    return thresholds.start(rewards.dims).restored(state)
+
+
+def not_dominated(
+    pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
+) -> Bool[Tensor, "n"]:
+    """Samples that are trained: those that no other of their prompt, or of the batch, dominates."""
+    if pareto == "off":
+        return torch.ones(len(final), dtype=torch.bool)
+    group = group if pareto == "group" else torch.zeros_like(group)
+    return pareto_mask(final, final.isfinite(), group, rewards.weights)

@@ -1,0 +1,139 @@
+"""How media and scores travel between a reward server and its clients: no pickle, nothing lost.
+
+A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I, and in
+its metadata, under `request`, everything else as JSON. It is put together here rather than by the
+library, which copies the pixels several times; reading is the library's.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor
+
+from flowalign.types import MediaBatch, RewardOutput, RewardSpec
+
+VERSION = 1
+CONTENT_TYPE = "application/x-flowalign"
+Pixels = Literal["float32", "8bit"]
+Piece = bytes | memoryview
+
+
+def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> list[Piece]:
+    """A request in pieces. `8bit` rounds pixels as image files do, to a quarter of the size."""
+    tensors = {"media": _pack(batch.media, pixels)}
+    for i, some in enumerate(batch.references):
+        tensors |= {f"reference.{i}.{j}": _pack(image, pixels) for j, image in enumerate(some)}
+    request = {
+        "version": VERSION, "prompts": list(batch.prompts), "fps": list(batch.fps),
+        "metadata": [dict(row) for row in batch.metadata], "groups": list(batch.groups),
+        "references": [len(some) for some in batch.references], **extra,
+    }  # fmt: skip
+    return _safetensors(tensors, {"request": json.dumps(request)})
+
+
+def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
+    """The batch of a request, and its JSON. ValueError for what is no such message."""
+    try:
+        size = int.from_bytes(message[:8], "little")
+        request = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["request"])
+        tensors = load(message)
+        if request["version"] != VERSION:
+            raise ValueError(f"version {request['version']}; this side speaks {VERSION}")
+        references = [
+            [_unpack(tensors[f"reference.{i}.{j}"]) for j in range(count)]
+            for i, count in enumerate(request["references"])
+        ]
+        media = _unpack(tensors["media"])
+        batch = MediaBatch(
+            media, request["prompts"], request["metadata"], request["fps"], references,
+            request["groups"],
+        )  # fmt: skip
+    except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
+    if media.ndim != 5 or media.shape[2] != 3:
+        raise ValueError(f"media of shape {tuple(media.shape)}, expected (n, frames, 3, h, w)")
+    for name in ("prompts", "metadata", "fps", "references", "groups"):
+        if len(request[name]) not in ((len(media),) if name == "prompts" else (0, len(media))):
+            raise ValueError(f"{len(request[name])} {name} for {len(media)} samples")
+    return batch, request
+
+
+def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:
+    """The file in pieces that share the memory of the tensors."""
+    header: dict[str, Any] = {"__metadata__": metadata}
+    pieces, start = [], 0
+    for name, tensor in tensors.items():
+        data = tensor.numpy().reshape(-1).view(np.uint8).data
+        kind = "U8" if tensor.dtype == torch.uint8 else "F32"
+        offsets = [start, start + data.nbytes]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+        pieces.append(data)
+        start += data.nbytes
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    return [len(head).to_bytes(8, "little") + head, *pieces]
+
+
+def output_to_json(output: RewardOutput) -> dict[str, Any]:
+    """Scores as JSON: null where one could not be computed."""
+    return {
+        "version": VERSION,
+        "values": _numbers(output.values),
+        "uncertainty": None if output.uncertainty is None else _numbers(output.uncertainty),
+        "reasons": {str(i): why for i, why in output.reasons.items()},
+        "extras": [dict(extra) for extra in output.extras],
+    }
+
+
+def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput:
+    """Scores of `count` samples. ValueError for an answer of another length or kind."""
+    try:
+        values = _tensor(content["values"], spec)
+        spread = content["uncertainty"]
+        reasons = {int(i): str(why) for i, why in content["reasons"].items()}
+        extras = content["extras"]
+        uncertainty = None if spread is None else _tensor(spread, spec)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not an answer of a reward server: {error!r}") from error
+    if len(values) != count or len(extras) not in (0, count):
+        raise ValueError(f"the server answered {len(values)} rows for {count} samples")
+    return RewardOutput.build(spec, values, reasons, uncertainty, extras)
+
+
+def _pack(media: Tensor, pixels: Pixels) -> Tensor:
+    media = media.detach().cpu()
+    if pixels == "float32":
+        return media.float().contiguous()
+    packed = torch.empty(media.shape, dtype=torch.uint8)
+    scratch, whole = torch.empty(media.shape[1:]), torch.empty(media.shape[1:], dtype=torch.int16)
+    for sample, small in zip(media, packed, strict=True):  # one at a time stays in the cache
+        torch.mul(sample, 255, out=scratch)
+        whole.copy_(scratch.add_(0.5).clamp_(0, 255))  # from float to uint8 directly is slow
+        small.copy_(whole)
+    return packed
+
+
+def _unpack(media: Tensor) -> Tensor:
+    if media.dtype != torch.uint8:
+        return media
+    pixels = torch.empty(media.shape)
+    for sample, small in zip(pixels, media, strict=True):
+        torch.div(small, 255, out=sample)
+    return pixels
+
+
+def _numbers(values: Tensor) -> list[list[float | None]]:
+    return [[x if math.isfinite(x) else None for x in row] for row in values.tolist()]
+
+
+def _tensor(rows: list[list[float | None]], spec: RewardSpec) -> Tensor:
+    numbers = [[math.nan if x is None else float(x) for x in row] for row in rows]
+    if any(len(row) != len(spec.dims) for row in numbers):
+        raise ValueError(f"the server's rows do not have {len(spec.dims)} dimensions")
+    return torch.tensor(numbers).view(-1, len(spec.dims))

@@ -1,0 +1,105 @@
+"""What the values of all intermediate states cost: all together against one after another."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from flowalign.sampling.completion import complete
+from flowalign.runs.config import Run
+from flowalign.utils.costs import Costs
+from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.distributed.processes import join
+from flowalign.functional.tail import Completion
+from flowalign.training.policy_gradient.rollouts import finished
+from flowalign.training.learner import Learner
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.rollout import sample
+from flowalign.utils.seeds import generator
+from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.types import Trajectory
+
+EVERY = Completion()
+
+
+def measure_values(run: Run, repeats: int) -> dict[str, float]:
+    """Seconds for the values of states 0 to T of one step's samples, beyond the bare rollout.
+
+    together: tails that walk with the rollout, then decoder and rewards in chunks of
+    sampling.micro_batch. by_state: after the rollout, one state of all samples after another, as
+    TP-GRPO's released code does. one_by_one: one state of one sample after another.
+    """
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device)
+    run.policy.load(processes.device)
+    costs = Costs()
+    costs.watch(run.policy.denoiser)
+    learner = Learner(run.policy, run.optimizer, processes, 1, None)
+    setting = _Setting(run, learner, run.judges(costs))
+    setting.together()  # warm up
+    ways: dict[str, Callable[[], object]] = {
+        "rollout": setting.rollout,
+        "with_values": setting.together,
+        "by_state": lambda: setting.after(run.recipe.sampling.micro_batch),
+    }
+    result: dict[str, float] = {}
+    for name, work in ways.items():
+        seconds, spent = [], costs.network_evaluations
+        for _ in range(repeats):
+            seconds.append(_timed(work))
+        result[f"seconds/{name}"] = sorted(seconds)[len(seconds) // 2]
+        result[f"evaluations/{name}"] = (costs.network_evaluations - spent) / repeats
+    spent = costs.network_evaluations
+    result["seconds/one_by_one"] = _timed(lambda: setting.after(1))
+    result["evaluations/one_by_one"] = costs.network_evaluations - spent
+    together = result["seconds/with_values"] - result["seconds/rollout"]
+    return result | {
+        "seconds/together": together,
+        "share_of_by_state": together / result["seconds/by_state"],
+        "share_of_one_by_one": together / result["seconds/one_by_one"],
+    }
+
+
+class _Setting:
+    """One step's prompts and noise, drawn again and again."""
+
+    def __init__(self, run: Run, learner: Learner, rewards: Rewards):
+        self.run, self.learner, self.rewards = run, learner, rewards
+        self.cfg, self.policy = run.recipe.sampling, run.policy
+        prompts = Prompts(read_prompts(run.prompts), run.seed)
+        self.prompts = prompts.batch(0, run.recipe.prompts_per_step)
+        self.kept = self.rollout()
+
+    def rollout(self, finish: bool = False) -> Trajectory:
+        steps = self.cfg.window.steps(self.cfg.num_steps, 0, generator(self.run.seed, "window", 0))
+        tails = [(k, EVERY) for k in range(self.cfg.num_steps)] if finish else []
+        seeds = [generator(self.run.seed, "noise", 0, i) for i in range(len(self.prompts))]
+        return sample(self.policy, self.prompts, self.cfg, steps, seeds, finish=tails)
+
+    def together(self) -> None:
+        self._values(self.rollout(finish=True), self.cfg.micro_batch)(range(self.cfg.num_steps + 1))
+
+    def after(self, batch: int) -> None:
+        """The states of the kept rollout, each by itself, `batch` samples at a time."""
+        start = replace(self.kept, finished={})
+        for k in range(self.cfg.num_steps + 1):
+            self._values(start, batch)([k])
+
+    def _values(self, trajectory: Trajectory, batch: int) -> StateValues:
+        if trajectory.finished:
+            finish = lambda tails: finished(self.learner, trajectory, tails, batch)  # noqa: E731
+        else:
+            finish = lambda tails: complete(self.policy, trajectory, tails, batch)  # noqa: E731
+        return StateValues(self.policy, self.rewards, trajectory, finish, EVERY, batch)
+
+
+def _timed(work: Callable[[], object]) -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

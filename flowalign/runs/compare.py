@@ -1,0 +1,283 @@
+"""`flowalign compare`: several run files, each with several seeds, and what they have learned.
+
+OUT/<run file>/seed<k>/   one ordinary run directory each, and its output in seed<k>.log
+OUT/compare.json, .png, .html
+"""
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flowalign.training import checkpoint
+from flowalign.reports.comparison import Comparison, Curve, Method, Point
+from flowalign.reports.comparison import compare as compared
+from flowalign.reports.comparison_page import write_comparison
+from flowalign.runs.config import AnyRun, Run, load
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.subprocesses import Job, run_all
+from flowalign.training.learner import TrainingFailure
+from flowalign.runs.plan import plan
+from flowalign.utils.tracking import read_metrics
+
+Say = Callable[[str], None]
+Todo = Literal["start", "overwrite", "resume", "keep"]
+_OURS = {"seed": "--seeds", "output_dir": "--out"}
+_LONGEST_LIST = 3
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asks for."""
+
+    configs: Sequence[str]
+    overrides: Sequence[str]
+    """Applied to every run."""
+    seeds: Sequence[int]
+    out: Path
+    jobs: int | None = None
+    """Runs at once; None: as many as the cores allow, one on a GPU."""
+    metric: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A run file, read and checked."""
+
+    name: str
+    config: str
+    run: AnyRun
+    settings: dict[str, Any]
+    """Resolved, without what differs between its runs: seed and output_dir."""
+
+
+@dataclass(frozen=True)
+class Single:
+    """One seed of a run file."""
+
+    entry: Entry
+    seed: int
+    folder: Path
+    todo: Todo
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.entry.name} seed {self.seed}"
+
+
+def compare(request: Request, say: Say) -> Comparison:
+    """Run what is not finished yet, then write the comparison of all that is.
+
+    Raises:
+        ValueError: a run file, an override or an earlier run cannot be used; nothing was started.
+        TrainingFailure: some runs failed; the comparison holds the others.
+    """
+    entries = read(request)
+    metric = metric_of(request.metric, entries)
+    singles = [
+        _single(request.out, entry, seed) for entry in entries for seed in request.seeds
+    ]  # all are looked at before one is started
+    jobs = [_job(request, single) for single in singles if single.todo != "keep"]
+    for entry in entries:
+        if entry.settings["evaluation"]["every"] == 0:
+            say(f"{entry.name}: evaluation.every is 0, so its curve will have two points only")
+    for single in singles:
+        if single.todo == "keep":
+            say(f"kept {single.name}, finished earlier")
+    failed = run_all(jobs, request.jobs or at_once(entries), say)
+    missing = {job.log for job in failed}
+    left = [single for single in singles if _log(single.folder) not in missing]
+    methods = [
+        Method(entry.name, tuple(curve(s, metric) for s in left if s.entry is entry))
+        for entry in entries
+        if any(s.entry is entry for s in left)
+    ]
+    if not methods:
+        raise TrainingFailure(_failure(failed, len(singles)))
+    result = compared(metric, methods)
+    write_comparison(request.out, result, [job.name for job in failed])
+    if failed:
+        raise TrainingFailure(_failure(failed, len(singles)))
+    return result
+
+
+def read(request: Request) -> list[Entry]:
+    """Every run file, checked as `flowalign check` does, and against the others."""
+    stems = [Path(config).stem for config in request.configs]
+    for what, some in (
+        ("run files of the name", stems),
+        ("seeds", [str(k) for k in request.seeds]),
+    ):
+        repeated = sorted({one for one in some if some.count(one) > 1})
+        if repeated:
+            raise ValueError(f"two {what} {', '.join(repeated)}; each needs a folder of its own")
+    for name in (o.lstrip("-").partition("=")[0] for o in request.overrides):
+        if name in _OURS:
+            raise ValueError(f"{name} cannot be set here; use {_OURS[name]}")
+    if request.jobs is not None and request.jobs < 1:
+        raise ValueError(f"--jobs is {request.jobs}; it must be at least 1")
+    entries = [_entry(config, request.overrides) for config in request.configs]
+    _same_evaluation(entries)
+    return entries
+
+
+def _entry(config: str, overrides: Sequence[str]) -> Entry:
+    run, text = load(config, overrides)
+    try:
+        plan(run)
+    except ValueError as error:
+        raise ConfigError(f"{config}: {error}") from error
+    if run.evaluation is None:
+        raise ConfigError(f"{config}: evaluation is null, so there is nothing to compare")
+    return Entry(Path(config).stem, config, run, _settings(text))
+
+
+def _same_evaluation(entries: Sequence[Entry]) -> None:
+    """Curves are comparable only if they were measured alike."""
+    names = ("prompts", "num_prompts", "num_steps", "seed")
+    first = entries[0]
+    for entry in entries[1:]:
+        for name in names:
+            here, there = (e.settings["evaluation"][name] for e in (entry, first))
+            if here != there:
+                raise ValueError(
+                    f"evaluation.{name} is {here} in {entry.config} and {there} in "
+                    f"{first.config};\nevaluate alike, for example with "
+                    f"--evaluation.{name} for all runs"
+                )
+
+
+def metric_of(asked: str | None, entries: Sequence[Entry]) -> str:
+    """The dimension that is compared: the one asked for, else `strict`, else the only one."""
+    each = [[d for model in e.run.rewards for d in model.spec.dims] for e in entries]
+    common = [d for d in each[0] if all(d in dims for dims in each)]
+    if asked is None and "strict" in common:
+        return "strict"
+    if asked is None and len(common) == 1:
+        return common[0]
+    if asked not in (*common, "diversity"):
+        told = "no --metric was given" if asked is None else f"--metric is {asked}"
+        raise ValueError(f"{told}; all runs measure: {', '.join((*common, 'diversity'))}")
+    return asked
+
+
+def at_once(entries: Sequence[Entry]) -> int:
+    """As many runs as the cores hold; one where a GPU may be used or torch takes all cores."""
+    if any(e.run.device != "cpu" or e.run.threads is None for e in entries):
+        return 1
+    return max(1, (os.cpu_count() or 1) // max(e.run.threads or 1 for e in entries))
+
+
+def _single(out: Path, entry: Entry, seed: int) -> Single:
+    folder = out / entry.name / f"seed{seed}"
+    return Single(entry, seed, folder, todo(folder, entry.settings | {"seed": seed}))
+
+
+def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
+    """What is left to do for a run.
+
+    Raises:
+        ValueError: the folder holds something else.
+    """
+    if not folder.exists() or not any(folder.iterdir()):
+        return "start"
+    way_out = "choose another --out, or delete that folder"
+    if not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} is not empty and holds no run; {way_out}")
+    text = (folder / "config.yaml").read_text()
+    found = _settings(text) | {"seed": yaml.safe_load(text).get("seed")}
+    if found != settings:
+        raise ValueError(
+            f"{folder} holds a run with other settings:\n{_differences(found, settings)}\n{way_out}"
+        )
+    summary = folder / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["status"] == "finished":
+        return "keep"
+    return "resume" if checkpoint.latest(folder / "checkpoints") else "overwrite"
+
+
+def _settings(text: str) -> dict[str, Any]:
+    settings = yaml.safe_load(text)
+    return {name: value for name, value in settings.items() if name not in _OURS}
+
+
+_ABSENT = "unknown"
+"""What a setting of another version counts as."""
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """The first settings that differ."""
+    old, new = _flat(there), _flat(here)
+    names = [n for n in old | new if old.get(n, _ABSENT) != new.get(n, _ABSENT)]
+    told = [
+        f"{n} {old.get(n, _ABSENT)} there, {new.get(n, _ABSENT)} now" for n in names[:_LONGEST_LIST]
+    ]
+    more = len(names) - len(told)
+    return "; ".join([*told, *([f"and {more} more"] if more else [])])
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
+        flat |= inside if inside else {prefix + name: value}
+    return flat
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")
+
+
+def _job(request: Request, single: Single) -> Job:
+    options = ["--seed", str(single.seed), "--output_dir", str(single.folder)]
+    options += [f"--{single.todo}"] if single.todo != "start" else []
+    start = [sys.executable, "-m", "flowalign", "train", single.entry.config]
+    return Job(single.name, [*start, *request.overrides, *options], _log(single.folder))
+
+
+def curve(single: Single, metric: str) -> Curve:
+    """The evaluations of a finished run.
+
+    Raises:
+        ValueError: an earlier version wrote it, or it never measured the metric.
+    """
+    run = single.entry.run
+    per_step = (run.recipe if isinstance(run, Run) else run.data).units_per_step
+    rows = {row["evaluated_after"]: row for row in read_metrics(single.folder)
+            if "evaluated_after" in row}  # fmt: skip
+    points = []
+    for done, row in sorted(rows.items()):
+        costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}
+        if not costs:
+            raise ValueError(f"{single.folder} recorded no costs: an earlier version; delete it")
+        costs["trajectories"] = done * per_step
+        value = held_out(row, metric)
+        if math.isfinite(value):
+            points.append(Point(int(done), value, held_out(row, "diversity"), costs))
+    if not points:
+        raise ValueError(f"{single.folder} holds no evaluation of {metric}")
+    return Curve(single.seed, tuple(points))
+
+
+def held_out(row: Mapping[str, Any], metric: str) -> float:
+    """The mean over splits, or the value over all pictures where no split has one; else NaN."""
+    whole = f"eval/{metric}"
+    names = [n for n in row if n.startswith("eval/") and n.endswith(f"/{metric}") and n != whole]
+    splits = [row[name] for name in names]
+    values = [math.nan if v is None else v for v in splits or [row.get(whole)]]
+    return sum(values) / len(values)
+
+
+def _failure(failed: Sequence[Job], num_runs: int) -> str:
+    shown = [f"{job.name}: {job.log}" for job in failed[:_LONGEST_LIST]]
+    more = len(failed) - len(shown)
+    shown += [f"and {more} more"] if more else []
+    first = f"{len(failed)} of {num_runs} runs failed; the same command tries them again:"
+    return "\n".join([first, *shown])

@@ -1,0 +1,230 @@
+"""Exploration calibration: before training, how much noise each denoising step bears.
+
+psi goes into sampling as the eta of `DanceSDE`, one value per step, so std = psi_k sqrt(dt).
+
+Source: DenseGRPO, arXiv:2601.20218v2, Alg. 1.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.calibration import (
+    Signs,
+    count_signs,
+    damped_rule,
+    initial_levels,
+    paper_rule,
+)
+from flowalign.utils.files import write_text
+
+Rule = Literal["damped", "paper"]
+Gains = Callable[[Tensor, int], Tensor]
+"""gains(psi, iteration): V_{k+1} - V_k of N trajectories drawn with noise level psi_k at step k.
+
+One row per trajectory, one column per step; NaN where a reward failed or the step is an ODE step.
+It must be a pure function of its arguments, or a calibration that resumes is another one.
+"""
+_THRESHOLD = {"damped": 0.2, "paper": 2.0}
+_STEP = {"damped": 1.0, "paper": 0.01}
+_CEILING = {"damped": 1.0, "paper": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How noise levels are found."""
+
+    rule: Rule = "damped"
+    """paper: Alg. 1 to the letter. damped: ours, as the paper's collapses to the floor where counts
+    are noisy and takes absolute steps, coarse where psi is small and slow where it is large."""
+    num_samples: int = 64
+    """N, trajectories per iteration, each with a prompt of its own."""
+    iterations: int = 40
+    """A finished calibration goes on when this is raised."""
+    threshold: float | None = None
+    """paper: a difference of counts (default 2). damped: the surplus of negative over positive
+    gains that is borne, as a share in (0, 1) (default 0.2: 40 % positive, 60 % negative)."""
+    step: float | None = None
+    """paper: what psi changes by (default 0.01). damped: what log psi changes by when all gains
+    are of one sign, in the first iteration (default 1)."""
+    floor: float = 1e-3
+    """psi never falls below."""
+    ceiling: float | None = None
+    """psi never rises above ceiling sqrt(sigma / (1 - sigma)). damped: default 1, a little above
+    the 0.7 to 0.9 of published runs: where the reward does not see the noise, signs set no bound.
+    paper: default none."""
+
+    def __post_init__(self) -> None:
+        """Reject what no calibration can use."""
+        if self.rule not in get_args(Rule):
+            known = ", ".join(get_args(Rule))
+            raise ValueError(f"calibration.rule is {self.rule!r}; choose from {known}")
+        for name in ("num_samples", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"calibration.{name} is {getattr(self, name)}; it must be at least 1"
+                )
+        numbers = {k: v for k, v in self.settings().items() if k != "rule" and v is not None}
+        for name, value in numbers.items():
+            if not 0 < value < math.inf:
+                raise ValueError(f"calibration.{name} is {value}; it must be finite and above 0")
+        if self.rule == "damped" and not numbers["threshold"] < 1:
+            raise ValueError(
+                f"calibration.threshold is {numbers['threshold']}; "
+                "the damped rule takes a share, above 0 and below 1"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """All but the number of iterations, with the rule's own defaults filled in."""
+        return {
+            "rule": self.rule,
+            "num_samples": self.num_samples,
+            "threshold": _THRESHOLD[self.rule] if self.threshold is None else self.threshold,
+            "step": _STEP[self.rule] if self.step is None else self.step,
+            "floor": self.floor,
+            "ceiling": _CEILING[self.rule] if self.ceiling is None else self.ceiling,
+        }
+
+    def moved(
+        self, psi: Float[Tensor, "T"], signs: Signs, iteration: int, sigmas: Float[Tensor, "T+1"]
+    ) -> Float[Tensor, "T"]:
+        """The next levels; a step that no sample valued stays where it is."""
+        settings = self.settings()
+        threshold, ceiling = settings["threshold"], settings["ceiling"]
+        sizes = {"step": settings["step"], "floor": self.floor}
+        if self.rule == "paper":
+            after = paper_rule(psi, signs.positive, signs.negative, threshold=threshold, **sizes)
+        else:
+            after = damped_rule(
+                psi, signs.positive, signs.negative,
+                iteration=iteration, tolerance=threshold, **sizes,
+            )  # fmt: skip
+        if ceiling is not None:
+            after = after.minimum(initial_levels(sigmas.cpu(), ceiling)).clamp(min=self.floor)
+        return torch.where(signs.valid > 0, after, psi)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration: the levels it was drawn with and, per step, the signs it counted."""
+
+    iteration: int
+    psi: list[float]
+    positive: list[int]
+    negative: list[int]
+    ties: list[int]
+    valid: list[int]
+
+
+@dataclass(frozen=True)
+class History:
+    """A calibration as its file holds it."""
+
+    settings: dict[str, Any]
+    identity: dict[str, Any]
+    """What the gains depend on besides psi: seed, model, rewards, prompts, schedule."""
+    sigmas: list[float]
+    psi: list[float]
+    """The levels after the last iteration: what sampling.eta is set to."""
+    iterations: list[Iteration] = field(default_factory=list)
+
+
+def calibrate(
+    cfg: Calibration,
+    gains: Gains,
+    sigmas: Float[Tensor, "S"],
+    eta: float,
+    path: Path,
+    identity: Mapping[str, Any],
+    writes: bool = True,
+) -> History:
+    """Move psi for the iterations that are left, writing the file after each of them.
+
+    psi starts at eta sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with that eta.
+
+    On several processes all of them read the file, `gains` gathers, and one writes.
+
+    Raises:
+        ValueError: the file holds a calibration with other settings, or no calibration.
+    """
+    history = _begin(cfg, sigmas, eta, identity)
+    if path.exists():
+        history = _resumed(path, history, cfg.iterations)
+    for i in range(len(history.iterations), cfg.iterations):
+        psi = torch.tensor(history.psi, dtype=torch.float64)
+        found = gains(psi, i)
+        assert found.shape == (cfg.num_samples, len(psi)), found.shape
+        signs = count_signs(found.cpu())
+        counts = {name: count.tolist() for name, count in signs._asdict().items()}
+        row = Iteration(iteration=i, psi=history.psi, valid=signs.valid.tolist(), **counts)
+        after = cfg.moved(psi, signs, i, sigmas).tolist()
+        history = replace(history, psi=after, iterations=[*history.iterations, row])
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, _to_json(history))
+    return history
+
+
+def read_calibration(path: Path) -> History:
+    """The calibration in a file. Raises ValueError if it holds none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Iteration(**row) for row in content.pop("iterations")]
+        return History(**content, iterations=rows)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path} holds no calibration: {error}") from error
+
+
+def _begin(
+    cfg: Calibration, sigmas: Float[Tensor, "S"], eta: float, identity: Mapping[str, Any]
+) -> History:
+    """No iteration yet; everything as it reads back from JSON."""
+    return History(
+        settings=cfg.settings(),
+        identity=json.loads(json.dumps({**identity, "eta": eta})),
+        sigmas=[round(sigma, 6) for sigma in sigmas.tolist()],
+        psi=initial_levels(sigmas.cpu(), eta).clamp(min=cfg.floor).tolist(),
+    )
+
+
+def _resumed(path: Path, fresh: History, num_iterations: int) -> History:
+    """What the file holds, if it began as `fresh` does."""
+    held = read_calibration(path)
+    found, wanted = map(_origin, (held, fresh))
+    other = [
+        f"{name} {found.get(name)!r} (now {wanted.get(name)!r})"
+        for name in wanted | found
+        if found.get(name) != wanted.get(name)
+    ]
+    if other:
+        raise ValueError(
+            f"{path} holds a calibration with {', '.join(other)}.\n"
+            "Choose another file, delete this one, or calibrate with its settings."
+        )
+    if len(held.iterations) > num_iterations:
+        raise ValueError(
+            f"calibration.iterations is {num_iterations}, but {path} already holds "
+            f"{len(held.iterations)}"
+        )
+    return held
+
+
+def _origin(history: History) -> dict[str, Any]:
+    """All that its levels follow from, by name."""
+    settings = {f"calibration.{name}": value for name, value in history.settings.items()}
+    return {**settings, **history.identity, "sigmas": history.sigmas}
+
+
+def _to_json(history: History) -> str:
+    """One line per field and per iteration, so that the file can be read and compared."""
+    content = asdict(history)
+    rows = [json.dumps(row) for row in content.pop("iterations")]
+    lines = [f'  "{name}": {json.dumps(value)},\n' for name, value in content.items()]
+    return "{\n" + "".join(lines) + '  "iterations": [\n    ' + ",\n    ".join(rows) + "\n  ]\n}\n"

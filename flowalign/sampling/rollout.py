@@ -1,0 +1,261 @@
+"""Sampling: the only denoising loop in the code base."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.functional.entropy import merged_schedule
+from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
+from flowalign.sampling.branching import Branching, Chain, Layout, layout
+from flowalign.sampling.completion import Tail, Tails, velocity
+from flowalign.sampling.frame_windows import Clip, clips_of, shared_outside
+from flowalign.sampling.sde_windows import AllButLast, Window
+from flowalign.types import Policy, Trajectory
+
+Key = TypeVar("Key")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Where and how exactly the states of a rollout are kept until they are learned from."""
+
+    device: Literal["same", "cpu"] = "same"
+    """same: where the policy computes. cpu: in main memory, for a copy of each kept state and of
+    each minibatch."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """The rollout goes on from the rounded states, so that replay sees what the policy saw."""
+
+    def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """What keeping leaves of a state, in float32."""
+        return x.to(DTYPES[self.dtype]).float()
+
+    def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """A rounded state as it is kept."""
+        return self.placed(x.to(DTYPES[self.dtype]))
+
+    def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
+        """A tensor where states are kept."""
+        return x.cpu() if self.device == "cpu" else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the trajectories of one prompt are drawn."""
+
+    num_steps: int = 10
+    samples_per_prompt: int = 24
+    """G, the size of the group whose members are compared."""
+    eta: float | list[float] = 0.7
+    """Noise level inside the window, or one for each step; its meaning is the kernel's."""
+    kernel: Kernel = field(default_factory=FlowSDE)
+    window: Window = field(default_factory=AllButLast)
+    """The steps that are stochastic and trained."""
+    seeds_per_prompt: int | None = None
+    """Different initial noises among the samples of a prompt. None: each has its own, or one per
+    tree. 1: all share it (DanceGRPO, MixGRPO). TempFlow-GRPO: 4."""
+    branching: Branching = field(default_factory=Chain)
+    """How samples of one initial noise come apart."""
+    merge: float | None = None
+    """Make the one SDE step so long that exp(entropy per element) reaches this. E-GRPO: 2.2."""
+    clip: Clip | None = None
+    """For videos: the latent frames in which the samples of a prompt differ; null: in all."""
+    states: Storage = field(default_factory=Storage)
+    """How the states are kept that training looks at."""
+    micro_batch: int = 64
+    """Samples per network call, decode and reward call: the memory budget of a rollout."""
+
+    def __post_init__(self) -> None:
+        """Reject what no run can use, before anything heavy is loaded."""
+        for name in ("num_steps", "samples_per_prompt", "micro_batch", "seeds_per_prompt"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"sampling.{name} is {value}; it must be at least 1")
+        levels = self.eta if isinstance(self.eta, list) else [self.eta]
+        if not all(level > 0 for level in levels):
+            raise ValueError(f"sampling.eta is {self.eta}; exploration needs a noise level above 0")
+        if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
+            raise ValueError(
+                f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
+                "give one number, or one for each step"
+            )
+
+    def layout(self, steps: Sequence[int]) -> Layout:
+        """The samples of one prompt, stochastic in `steps`. ValueError where they do not fit."""
+        if self.merge is not None and len(steps) != 1:
+            raise ValueError(
+                f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
+                "set it to null, or recipe.sampling.window to one of size 1"
+            )
+        eta = torch.zeros(self.num_steps)
+        eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
+        seeds = self.seeds_per_prompt
+        if seeds is None:
+            seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
+        return layout(self.branching, self.samples_per_prompt, seeds, eta)
+
+    def num_starts(self, steps: Sequence[int]) -> int:
+        """Different initial noises per prompt."""
+        return len(self.layout(steps).origin[:, 0].unique())
+
+
+@torch.no_grad()
+def sample(
+    policy: Policy,
+    prompts: Sequence[str],
+    cfg: Sampling,
+    steps: Sequence[int],
+    generators: Sequence[torch.Generator],
+    keep_means: bool = False,
+    finish: Collection[Tail] = (),
+    keep: Collection[int] | None = None,
+) -> Trajectory:
+    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
+
+    Each prompt has its own generator: how prompts are spread over processes changes no draw. The
+    states in `finish` are completed on the way: their tails take each step in one network call
+    with the trajectories, so that T calls in a row do, however many states are finished. Kept are
+    the states in `keep`, None: all; that changes no draw either.
+    """
+    trajectory = _scheduled(policy, prompts, cfg, steps)
+    noise = _Noise(policy, cfg, steps, trajectory, generators)
+    tails, means, x = Tails(trajectory, finish), {}, cfg.states.rounded(noise.start)
+    states: dict[int, Tensor] = {}
+
+    def put(k: int) -> None:
+        if keep is None or k in keep:
+            states[k] = cfg.states.kept(x[trajectory.holders(k).to(x.device)])
+
+    put(0)
+    for k in range(cfg.num_steps):
+        rows, eta = trajectory.holders(k), trajectory.eta[:, k]
+        v = tails.step(policy, k, x[rows.to(x.device)], rows, cfg.micro_batch)
+        v = v[trajectory.places(k).to(x.device)]
+        distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
+        x = cfg.states.rounded(x[trajectory.origin[:, k + 1].to(x.device)])
+        logp = log_density(cfg.kernel, x, distribution)
+        trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
+        if keep_means and k in steps:
+            means[k] = cfg.states.placed(distribution.mean)
+        put(k + 1)
+    finished = {tail: cfg.states.placed(x) for tail, x in tails.at.items()}
+    return replace(trajectory, states=states, means=means, finished=finished)
+
+
+def blank(
+    cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
+) -> Trajectory:
+    """Trajectories before they are drawn, without states, on the device of the schedule."""
+    one, group = cfg.layout(steps), cfg.samples_per_prompt
+    return Trajectory(
+        logp=torch.zeros(len(prompts) * group, cfg.num_steps, device=sigmas.device),
+        states={},
+        sigmas=sigmas,
+        eta=one.eta.repeat(len(prompts), 1).to(sigmas.device),
+        kernel=cfg.kernel,
+        cond={},
+        prompts=[prompt for prompt in prompts for _ in range(group)],
+        group_size=group,
+        origin=torch.cat([one.origin + p * group for p in range(len(prompts))]),
+    )
+
+
+def joined(parts: Sequence[Trajectory]) -> Trajectory:
+    """The samples of several trajectories of one schedule, one after another.
+
+    These give up states, means and what was completed, one key after the other: none is held twice.
+    """
+    starts = torch.tensor([len(part.origin) for part in parts]).cumsum(0).tolist()
+    first = parts[0]
+    return replace(
+        first,
+        logp=torch.cat([part.logp for part in parts]),
+        states=_taken([part.states for part in parts]),
+        eta=torch.cat([part.eta for part in parts]),
+        cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
+        prompts=[prompt for part in parts for prompt in part.prompts],
+        origin=torch.cat(
+            [part.origin + start for part, start in zip(parts, [0, *starts], strict=False)]
+        ),
+        means=_taken([part.means for part in parts]),
+        finished=_taken([part.finished for part in parts]),
+    )
+
+
+def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
+    """Rows of all parts by key, which are no longer in the parts."""
+    held = [part for part in parts if isinstance(part, dict)]
+    assert len(held) == len(parts), "a trajectory that was drawn holds its tensors in dictionaries"
+    return {key: torch.cat([part.pop(key) for part in held]) for key in [*held[0]]}
+
+
+@torch.no_grad()
+def generate(
+    policy: Policy,
+    prompts: Sequence[str],
+    num_steps: int,
+    generators: Sequence[torch.Generator],
+    micro_batch: int,
+) -> Float[Tensor, "n *latent"]:
+    """Clean latents by the deterministic sampler, as the model's own pipeline; one per prompt."""
+    x = torch.cat([policy.noise(1, generator) for generator in generators])
+    unique = sorted(set(prompts))
+    cond = policy.encode(unique)
+    row = torch.tensor([unique.index(prompt) for prompt in prompts], device=x.device)
+    sigmas = policy.schedule(num_steps)
+    for k in range(num_steps):
+        v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
+        x = x + (sigmas[k + 1] - sigmas[k]) * v
+    return x
+
+
+def _scheduled(
+    policy: Policy, prompts: Sequence[str], cfg: Sampling, steps: Sequence[int]
+) -> Trajectory:
+    """Blank trajectories of encoded prompts on the policy's schedule, one step of it longer where
+    steps are merged."""
+    trajectory = blank(cfg, steps, prompts, policy.schedule(cfg.num_steps))
+    sigmas = trajectory.sigmas
+    if cfg.merge is not None:
+        eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
+        sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
+    return replace(trajectory, sigmas=sigmas, cond=policy.encode(prompts))
+
+
+class _Noise:
+    """All that is random of a rollout, on the policy's device."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        cfg: Sampling,
+        steps: Sequence[int],
+        trajectory: Trajectory,
+        generators: Sequence[torch.Generator],
+    ):
+        x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
+        self.branching, self.trajectory, self.generators = cfg.branching, trajectory, generators
+        self.shape, self.device = (cfg.samples_per_prompt, *x.shape[1:]), x.device
+        self.clips = clips_of(cfg.clip, x.shape[1:], generators) if cfg.clip else []
+        self.start: Tensor = self._shared(x)[trajectory.places(0).to(x.device)]
+        """State 0 of every sample."""
+
+    def of(self, k: int) -> Float[Tensor, "B *latent"]:
+        """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
+        noise, spread = self._drawn(), self.branching.spread
+        if spread is not None:
+            common = self._drawn()[self.trajectory.origin[:, k]]
+            noise = (common + spread * noise) / (1 + spread**2) ** 0.5
+        return self._shared(noise).to(self.device)
+
+    def _drawn(self) -> Tensor:
+        return torch.cat([torch.randn(self.shape, generator=g) for g in self.generators])
+
+    def _shared(self, noise: Tensor) -> Tensor:
+        return shared_outside(noise, self.clips) if self.clips else noise

@@ -1,0 +1,188 @@
+"""Checkpoints: written aside and renamed, complete or not there, and resumed bit for bit.
+
+step-000120/
+    pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
+    ema/pytorch_lora_weights.safetensors
+    state/training.safetensors         parameters, averages and optimizer moments in float32
+    state/loop.json                    step, counters, costs
+    config.yaml
+    manifest.json                      size of every file above
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flowalign.training.learner import Learner
+
+_PREFIX = "step-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """When checkpoints are written, and how many stay. The last step is always saved."""
+
+    every: int = 50
+    keep: int = 3
+    """The newest so many; 0 keeps all."""
+    verify: Literal["never", "first_and_last", "always"] = "first_and_last"
+    """Re-read what was written through the model's own pipeline: the difference must be 0."""
+
+    def __post_init__(self) -> None:
+        """Refuse negative numbers."""
+        if self.every < 1 or self.keep < 0:
+            raise ValueError(
+                f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0"
+            )
+
+
+def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
+    """Write the state after `step` steps.
+
+    Raises:
+        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+    """
+    final = root / f"{_PREFIX}{step:06d}"
+    aside = root / f".{final.name}.tmp"
+    shutil.rmtree(aside, ignore_errors=True)
+    (aside / "state").mkdir(parents=True)
+    try:
+        learner.policy.save_weights(str(aside))
+        if learner.ema:
+            (aside / "ema").mkdir()
+            with learner.ema.applied():
+                learner.policy.save_weights(str(aside / "ema"))
+        save_file(_tensors(learner), aside / "state" / "training.safetensors")
+        counters: dict[str, Any] = {
+            "step": step,
+            "num_updates": learner.num_updates,
+            "num_skipped": learner.num_skipped,
+            "skipped_in_a_row": learner.skipped_in_a_row,
+        }
+        counters["average_updates"] = {n: a.num_updates for n, a in learner.averages.items()}
+        counters |= {"carried": learner.carried, "scaler": learner.scaler.state_dict()}
+        (aside / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
+        (aside / "config.yaml").write_text(config)
+        sizes = {
+            str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()
+        }
+        (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
+        _put_in_place(aside, final)
+    except SafetensorError as error:  # how safetensors reports a full disk
+        raise OSError(str(error)) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return final
+
+
+def _put_in_place(aside: Path, final: Path) -> None:
+    """Rename; a checkpoint of the same step stays until the new one has its name."""
+    old = aside.with_suffix(".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        os.replace(final, old)
+    try:
+        os.replace(aside, final)
+    except OSError:
+        if old.exists():
+            os.replace(old, final)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(folder: Path, learner: Learner) -> dict[str, Any]:
+    """Put back everything that `save` wrote; returns the loop's own state.
+
+    Raises:
+        ValueError: the checkpoint is incomplete, or belongs to another model or recipe.
+    """
+    check_complete(folder)
+    loop = json.loads((folder / "state" / "loop.json").read_text())
+    wanted = _tensors(learner)
+    with safe_open(folder / "state" / "training.safetensors", "pt") as file:
+        names = set(file.keys())
+        got = {name: file.get_tensor(name) for name in names}
+    differ = {n for n in names ^ wanted.keys() if not n.startswith("optimizer.")}
+    differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
+    if differ:
+        raise ValueError(
+            f"checkpoint {folder} is of another model or adapter: {len(differ)} tensors differ,\n"
+            f"for example {min(differ)}"
+        )
+    _write_back(learner, got, loop)
+    return loop
+
+
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint of a run, or None."""
+    found = _by_step(root)
+    return found[-1] if found else None
+
+
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints; 0 keeps all."""
+    for old in _by_step(root)[:-keep] if keep else []:
+        shutil.rmtree(old)
+
+
+def check_complete(folder: Path) -> None:
+    """Compare the files with the manifest. Raises ValueError if one is missing or cut short."""
+    manifest = folder / "manifest.json"
+    if not manifest.is_file():
+        raise ValueError(f"{folder} is no complete checkpoint: manifest.json is missing")
+    for name, size in json.loads(manifest.read_text()).items():
+        file = folder / name
+        have = file.stat().st_size if file.is_file() else None
+        if have != size:
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {name} has {have} of {size} bytes.\n"
+                "Resume from an older one with --resume PATH."
+            )
+
+
+def _by_step(root: Path) -> list[Path]:
+    """All checkpoints, oldest first; folders with other names are left alone."""
+    steps = {f: f.name.removeprefix(_PREFIX) for f in root.glob(f"{_PREFIX}*")}
+    return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
+
+
+def _tensors(learner: Learner) -> dict[str, Tensor]:
+    """Everything that training changes, by name."""
+    out = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in learner.named.items()}
+    for kind, kept in learner.averages.items():
+        pairs = zip(learner.named, kept.average, strict=True)
+        out |= {f"{kind}.{n}": a.cpu().contiguous() for n, a in pairs}
+    for name, p in learner.named.items():
+        for key, value in learner.optimizer.state.get(p, {}).items():
+            out[f"optimizer.{name}:{key}"] = value.detach().cpu().contiguous()
+    return {n: t.clone() for n, t in out.items()}
+
+
+@torch.no_grad()
+def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, Any]) -> None:
+    for name, p in learner.named.items():
+        p.copy_(got[f"parameter.{name}"])
+    for kind, kept in learner.averages.items():
+        for name, average in zip(learner.named, kept.average, strict=True):
+            average.copy_(got[f"{kind}.{name}"])
+        kept.num_updates = loop["average_updates"][kind]
+    state: dict[int, dict[str, Tensor]] = {}
+    for i, name in enumerate(learner.named):
+        prefix = f"optimizer.{name}:"
+        keys = [n for n in got if n.startswith(prefix)]
+        if keys:
+            state[i] = {n.removeprefix(prefix): got[n] for n in keys}
+    groups = learner.optimizer.state_dict()["param_groups"]
+    learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
+    for name in ("carried", "num_updates", "num_skipped", "skipped_in_a_row"):
+        setattr(learner, name, loop[name])

@@ -1,0 +1,156 @@
+"""Held-out evaluation: every reward, by the deterministic sampler on fixed prompts and seeds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.data.prompts import read_prompts
+from flowalign.distributed.processes import Processes
+from flowalign.media.encode import write_clip
+from flowalign.media.grids import write_grid
+from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.rollout import generate
+from flowalign.types import Policy
+from flowalign.utils.files import write_text
+from flowalign.utils.seeds import generator
+
+GRID_COLUMNS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What is evaluated: before the first step, after the last, and every `every` steps."""
+
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    """Name of a split to its prompts file."""
+    num_prompts: int = 512
+    """Samples in all, divided evenly over splits; prompts repeat with other seeds to fill up."""
+    num_steps: int = 40
+    every: int = 0
+    seed: int = 1234
+    micro_batch: int = 64
+    grid: int = 24
+    """Samples in the grids."""
+
+    def __post_init__(self) -> None:
+        """Refuse an evaluation of nothing."""
+        if not self.prompts:
+            raise ValueError(
+                "evaluation.prompts names no split; give at least one, or evaluation: null"
+            )
+        if self.num_prompts < len(self.prompts) or self.num_steps < 1:
+            raise ValueError(
+                f"evaluation.num_prompts is {self.num_prompts} and num_steps {self.num_steps}; "
+                "need at least one per split, and one step"
+            )
+        if self.micro_batch < 1 or self.grid < 1:
+            raise ValueError(
+                f"evaluation.micro_batch is {self.micro_batch} and grid {self.grid}; "
+                "both must be at least 1"
+            )
+
+    def items(self) -> list[tuple[str, str]]:
+        """(split, prompt) of every picture. Raises ValueError for a missing or empty file."""
+        share = self.num_prompts // len(self.prompts)
+        texts = {split: read_prompts(path) for split, path in self.prompts.items()}
+        return [(split, some[i % len(some)]) for split, some in texts.items() for i in range(share)]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Scores of all pictures or clips, and those of the grid."""
+
+    metrics: dict[str, float]
+    grid: Float[Tensor, "n F 3 H W"]
+    grid_prompts: list[str]
+    fps: float | None = None
+    """Of clips, which are reduced to what a page shows; None for pictures, as they are."""
+
+
+def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
+    """Mean of each dimension, per split and in all, and the diversity of pictures of one prompt."""
+    items = cfg.items()
+    mine = list(processes.share(range(len(items))))
+    latents = generate(
+        policy, [items[i][1] for i in mine], cfg.num_steps,
+        [generator(cfg.seed, "evaluation", i) for i in mine], cfg.micro_batch,
+    )  # fmt: skip
+    prompts, order = [items[i][1] for i in mine], {text: n for n, (_, text) in enumerate(items)}
+    scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
+    kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
+    for start in range(0, len(mine), cfg.micro_batch):
+        some = prompts[start : start + cfg.micro_batch]
+        media = policy.decode(latents[start : start + len(some)]).cpu()
+        scoring.add(rewards.batch(media, some, [order[p] for p in some], policy.fps))
+        kept |= {
+            i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
+            for i, frames in zip(mine[start:], media, strict=False)
+            if i in shown
+        }
+    scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
+    kept = processes.merged(kept)
+    return Evaluated(
+        metrics=_means(scores, [split for split, _ in items], rewards.dims)
+        | {"eval/diversity": diversity(latents, [prompt for _, prompt in items])},
+        grid=torch.stack([kept[i] for i in shown]),
+        grid_prompts=[items[i][1] for i in shown],
+        fps=policy.fps,
+    )
+
+
+def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
+    """Root-mean-square distance per latent element between pictures of one prompt, over all pairs.
+
+    NaN where no prompt has two pictures. It falls when a policy collapses onto few pictures.
+    """
+    flat, distances = latents.flatten(1).float(), []
+    rows: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        rows.setdefault(prompt, []).append(i)
+    for same in rows.values():
+        distances.append(torch.pdist(flat[same]) / flat.shape[1] ** 0.5)
+    return float(torch.cat(distances).mean())
+
+
+def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
+    """Write `samples/step-NNNNNN.png` and note it in `samples/index.json`.
+
+    Of clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
+    """
+    samples, name = folder / "samples", f"step-{step:06d}"
+    index = samples / "index.json"
+    steps = json.loads(index.read_text())["steps"] if index.exists() else []
+    columns = min(GRID_COLUMNS, len(evaluated.grid))
+    write_grid(samples / f"{name}.png", evaluated.grid, columns, evaluated.fps)
+    content = {"prompts": evaluated.grid_prompts, "steps": sorted({*steps, step})}
+    if evaluated.fps:
+        for i, clip in enumerate(evaluated.grid):
+            some, rate = thinned(len(clip), evaluated.fps, MOST_FRAMES)
+            write_clip(samples / name / f"{i:03}.webp", clip[some], rate)
+        content |= {"columns": 1, "fps": evaluated.fps}
+    else:
+        content |= {"columns": columns}
+    write_text(index, json.dumps(content, indent=1))
+
+
+def _means(
+    scores: Float[Tensor, "n R"], splits: list[str], dims: tuple[str, ...]
+) -> dict[str, float]:
+    metrics = {f"eval/{d}": float(v) for d, v in zip(dims, scores.nanmean(0), strict=True)}
+    for split in dict.fromkeys(splits):
+        rows = torch.tensor([s == split for s in splits])
+        means = scores[rows].nanmean(0)
+        metrics |= {f"eval/{split}/{d}": float(v) for d, v in zip(dims, means, strict=True)}
+    return metrics
+
+
+def _spread_over_splits(items: list[tuple[str, str]], count: int) -> list[int]:
+    """Evenly spaced pictures, so that every split and kind of prompt shows."""
+    count = min(count, len(items))
+    return [round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)]

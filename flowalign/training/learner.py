@@ -1,0 +1,130 @@
+"""What changes during training: parameters, optimizer, EMA, and the guards around an update."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.distributed.processes import Processes
+from flowalign.training.ema import EMA
+from flowalign.training.reference import reference_for
+from flowalign.types import Policy, VelocityField
+
+
+class TrainingFailure(RuntimeError):
+    """Training cannot go on, or a check found that it would be meaningless."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW, its learning rate over time, and what is done with bad gradients."""
+
+    learning_rate: float = 3e-4
+    weight_decay: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    warmup: int = 0
+    """Optimizer steps over which the rate rises linearly from 0."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls to 0 at the end of the run."""
+    max_grad_norm: float = 1.0
+    max_skipped: int = 10
+    """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
+
+    def __post_init__(self) -> None:
+        """Reject what cannot train."""
+        if not self.learning_rate > 0:
+            raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0")
+        if not self.max_grad_norm > 0:
+            raise ValueError(f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+
+    def rate(self, update: int, total: int) -> float:
+        """Learning rate of the update with this index, of `total`."""
+        rise = min(1.0, (update + 1) / self.warmup) if self.warmup else 1.0
+        left = max(0.0, 1 - update / max(total, 1))
+        fall = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
+        return self.learning_rate * rise * fall[self.decay]
+
+
+class Learner:
+    """Owns everything that a checkpoint must restore."""
+
+    def __init__(
+        self, policy: Policy, cfg: Optimizer, processes: Processes, total_updates: int,
+        ema: tuple[float, int] | None = None,
+    ):  # fmt: skip
+        self.policy, self.cfg, self.processes = policy, cfg, processes
+        self.total_updates = total_updates
+        self.reference: VelocityField = reference_for(policy)
+        self.expert: VelocityField | None = None
+        """Whose velocities are imitated, where a recipe has one."""
+        self.named = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+        self.parameters: list[nn.Parameter] = list(self.named.values())
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,
+            betas=cfg.betas, eps=cfg.eps,
+        )  # fmt: skip
+        self.averages: dict[str, EMA] = {"ema": EMA(self.parameters, *ema)} if ema else {}
+        self.scaler = torch.amp.GradScaler(
+            processes.device.type, enabled=policy.precision == "fp16"
+        )
+        self.scaler.scale(
+            torch.zeros(1, device=processes.device)
+        )  # a rank may have no loss at first
+        self.notes: list[str] = []
+        """What a person should read; whoever runs the loop shows and empties it."""
+        self.carried: dict[str, float] = {}
+        """Numbers that losses carry from update to update."""
+        self.num_updates = 0
+        self.num_skipped = 0
+        self.skipped_in_a_row = 0
+
+    @property
+    def ema(self) -> EMA | None:
+        """The averaged weights that are evaluated and saved beside the live ones."""
+        return self.averages.get("ema")
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient."""
+        self.scaler.scale(loss).backward()
+
+    def step(self) -> dict[str, float]:
+        """Sum gradients over ranks, clip, update; or skip the update if one is not finite."""
+        self.processes.sum_gradients(self.parameters)
+        rate = self.cfg.rate(self.num_updates, self.total_updates)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.scaler.unscale_(self.optimizer)
+        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
+        if math.isfinite(norm):
+            self.scaler.step(self.optimizer)
+            self.skipped_in_a_row = 0
+        else:
+            self._skip()
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_updates += 1
+        for average in self.averages.values() if math.isfinite(norm) else ():
+            average.update(self.num_updates - self.num_skipped)
+        return {
+            "optim/grad_norm": norm,
+            "optim/learning_rate": rate,
+            "optim/skipped": float(self.num_skipped),
+        }
+
+    def _skip(self) -> None:
+        self.num_skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row > self.cfg.max_skipped:
+            raise TrainingFailure(
+                f"the gradient was not finite in {self.skipped_in_a_row} updates in a row "
+                f"(optimizer.max_skipped is {self.cfg.max_skipped}).\n"
+                "Lower optimizer.learning_rate, or compute in fp32; the last checkpoint is intact."
+            )
+
+    def snapshot(self) -> Iterator[tuple[str, Tensor]]:
+        """A copy of every trained parameter, by name."""
+        return ((name, p.detach().clone()) for name, p in self.named.items())

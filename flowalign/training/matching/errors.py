@@ -1,0 +1,97 @@
+"""From examples to matching errors: one noise and one time for a pair, two networks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.functional.matching import noised, per_row, space_factor
+from flowalign.training.matching.batches import num_units, take
+from flowalign.training.matching.recipe import Preference
+from flowalign.training.reference import conditional
+from flowalign.types import Errors, Examples, Personal, Policy, VelocityField
+from flowalign.utils.seeds import generator
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Examples with what they are noised by."""
+
+    examples: Examples
+    noise: Float[Tensor, "units *latent"]
+    """One for each pair, or sample."""
+    sigma: Float[Tensor, "units"]
+
+    def take(self, units: Int[Tensor, "k"]) -> "Noised":
+        """Some pairs, or samples."""
+        return Noised(take(self.examples, units), self.noise[units], self.sigma[units])
+
+    def parts(self, size: int) -> Iterator["Noised"]:
+        """Consecutive parts of at most `size` pairs or samples."""
+        for units in torch.arange(len(self.sigma)).split(size):
+            yield self.take(units)
+
+    def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
+        """Noise and sigma of every row."""
+        copies = 2 if self.examples.paired else 1
+        return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
+
+
+def noise_for(
+    cfg: Preference, policy: Policy, examples: Examples, first: int, key: tuple[int, ...]
+) -> Noised:
+    """Draw noise and times; `first` is the place of the first pair among all processes'.
+
+    Draws belong to that place and to `key`, whoever makes them.
+    """
+    seed, *index = key
+    shape, latents = examples.latents.shape[1:], examples.latents
+    generators = [
+        generator(seed, "match", *index, first + i) for i in range(num_units(examples))
+    ]  # fmt: skip
+    if not generators:
+        return Noised(examples, latents.new_zeros(0, *shape), latents.new_zeros(0))
+    sigma = torch.cat([cfg.times.draw(1, policy, g) for g in generators])
+    noise = torch.stack([torch.randn(shape, generator=g) for g in generators])
+    return Noised(examples, noise.to(latents.device), sigma.to(latents.device))
+
+
+def personal(policy: Policy, examples: Examples) -> Examples:
+    """With conditions that name the users, where the policy answers to them."""
+    if not (examples.users and isinstance(policy, Personal)):
+        return examples
+    return replace(examples, cond=policy.with_users(examples.cond, examples.users))
+
+
+def matching_errors(
+    cfg: Preference,
+    policy: Policy,
+    reference: VelocityField | None,
+    part: Noised,
+    expert: VelocityField | None = None,
+) -> Errors:
+    """Residuals in the recipe's space; the policy's come last, for others may swap weights."""
+    examples, (noise, sigma) = part.examples, part.rows()
+    x = noised(examples.latents, noise, sigma)
+    if not len(x):  # attention kernels refuse an empty batch
+        return Errors(x, x)
+    target = noise - examples.latents
+    if expert is not None:
+        assert examples.expert_cond is not None, "rows without targets met an expert"
+        target = conditional(expert).velocity(x, sigma, examples.expert_cond)
+    factor = per_row(space_factor(cfg.space, sigma), x)
+    if examples.weight_map is not None:
+        factor = factor * examples.weight_map.sqrt()
+
+    def residual(field: VelocityField) -> Tensor:
+        return (conditional(field).velocity(x, sigma, examples.cond) - target) * factor
+
+    base = None if reference is None else residual(reference)
+    return Errors(residual(policy), base)
+
+
+def divergence(errors: Errors) -> Float[Tensor, ""]:
+    """Mean square between the velocities of policy and reference, in the recipe's space."""
+    return (errors.policy - errors.required_reference).square().mean()

@@ -1,0 +1,59 @@
+"""How often the policy agrees with pairs that it was never trained on."""
+
+import torch
+
+from flowalign.functional.matching import sample_error
+from flowalign.training.learner import Learner
+from flowalign.training.matching.batches import num_units, on
+from flowalign.training.matching.errors import matching_errors, noise_for, personal
+from flowalign.training.matching.recipe import Preference
+from flowalign.types import Examples
+
+DRAWS = 4
+"""Times and noises for each pair."""
+
+
+@torch.no_grad()
+def held_out_metrics(
+    cfg: Preference, learner: Learner, examples: Examples | None, seed: int
+) -> dict[str, float]:
+    """Implicit accuracy and drift of errors on held-out pairs; the same noises every time.
+
+    A pair counts as right where the policy, compared with the reference, matches the winner better
+    than the loser, on average over times, and half where alike. Empty where there are no pairs.
+    """
+    processes, rows = learner.processes, torch.zeros(0, 3)
+    count = num_units(examples) if examples is not None and examples.paired else 0
+    first = int(processes.gather(torch.tensor([count]))[: processes.rank].sum())
+    if examples is not None and count:
+        data = personal(learner.policy, on(examples, processes.device))
+        draws = [_drifts(cfg, learner, data, first, (seed, d)) for d in range(DRAWS)]
+        rows = torch.stack(draws).mean(0)
+    everyone = processes.gather(rows)
+    if not len(everyone):
+        return {}
+    chosen, rejected, accurate = everyone.unbind(1)
+    return {
+        "eval/pairs/implicit_accuracy": float(_in_order(chosen, rejected).mean()),
+        "eval/pairs/accuracy_per_draw": float(accurate.mean()),
+        "eval/pairs/drift_chosen": float(chosen.mean()),
+        "eval/pairs/drift_rejected": float(rejected.mean()),
+    }
+
+
+def _drifts(
+    cfg: Preference, learner: Learner, data: Examples, first: int, key: tuple[int, int]
+) -> torch.Tensor:
+    """[pairs, 3]: change of the winner's error, of the loser's, and which fell more."""
+    noised = noise_for(cfg, learner.policy, data, first, (*key, -1))
+    found = []
+    for part in noised.parts(cfg.micro_batch):
+        errors = matching_errors(cfg, learner.policy, learner.reference, part, learner.expert)
+        drift = sample_error(errors.policy) - sample_error(errors.required_reference)
+        chosen, rejected = drift.chunk(2)
+        found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))
+    return torch.cat(found).cpu()
+
+
+def _in_order(chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    return (chosen < rejected).float() + 0.5 * (chosen == rejected).float()

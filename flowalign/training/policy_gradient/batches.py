@@ -1,0 +1,126 @@
+"""From the samples of a step to minibatches: transitions alone, or in pairs of better and worse."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from flowalign.credit.groups import per_prompt_and_step, siblings
+from flowalign.distributed.processes import Processes
+from flowalign.functional.chunk import Chunk
+from flowalign.functional.preference import best_and_worst
+from flowalign.sampling.completion import take
+from flowalign.types import Minibatch, Trajectory
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one step has sampled on this rank, and what all ranks together have earned."""
+
+    trajectory: Trajectory
+    advantage: Float[Tensor, "B T"]
+    mask: Bool[Tensor, "B T"]
+    weight: Float[Tensor, "T"]
+    everyone: Bool[Tensor, "B_all T"]
+    """The masks of all ranks, in rank order."""
+    first: int
+    """Position of my first sample among everyone's."""
+    rival: Int[Tensor, "B T"] | None = None
+    """For losses of pairs: the sample whose transition this one has beaten, -1 where none."""
+    chunk: Int[Tensor, "T"] | None = None
+    """For ratios of chunks: the chunk of each step."""
+    others: Float[Tensor, "B T"] | None = None
+    """Log-ratios of the other transitions of a chunk together; None while no weight has moved."""
+
+
+def paired(batch: Rollout, processes: Processes) -> Rollout:
+    """Only the best and the worst of each set of alternatives are trained, against each other."""
+    chosen = batch.mask & _noisy(batch.trajectory)
+    sample, step = chosen.nonzero().unbind(1)
+    group = alternatives(batch.trajectory)[sample, step]
+    best, worst = best_and_worst(batch.advantage[sample, step], group)
+    rival = torch.full(chosen.shape, -1)
+    rival[sample[best], step[best]] = sample[worst]
+    mask = rival >= 0
+    mask[sample[worst], step[worst]] = True
+    return replace(batch, rival=rival, mask=mask, everyone=processes.gather(mask))
+
+
+def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
+    """Transitions with equal ids may be paired: from one state where a step branches, else step k
+    of one prompt."""
+    family, step = siblings(trajectory), torch.arange(trajectory.num_steps)
+    _, index, size = family[trajectory.trained].unique(return_inverse=True, return_counts=True)
+    shared = step.expand_as(family)[trajectory.trained][size[index] > 1]
+    return torch.where(torch.isin(step, shared), family, per_prompt_and_step(trajectory))
+
+
+def parts(batch: Rollout, num_parts: int, generator: torch.Generator) -> Iterator[Int[Tensor, "n"]]:
+    """Everyone's samples in random order, divided evenly; for pairs, prompts are kept whole."""
+    unit = 1 if batch.rival is None else batch.trajectory.group_size
+    order = torch.randperm(len(batch.everyone) // unit, generator=generator)
+    for part in order.tensor_split(num_parts):
+        yield (part[:, None] * unit + torch.arange(unit)).flatten()
+
+
+def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
+    """Every trained transition of the given samples once, at most `size` of a step k at a time.
+
+    Of pairs, the winners come first and then, in the same order, the losers; none is divided.
+    """
+    for k, chosen in portions(batch, rows, size):
+        yield minibatch(batch, k, chosen)
+
+
+def portions(
+    batch: Rollout, rows: Int[Tensor, "n"], size: int
+) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
+    """Step and samples of each minibatch."""
+    if batch.rival is None:
+        for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
+            yield from ((k, chosen) for chosen in rows[batch.mask[rows, k]].split(size))
+        return
+    wins = batch.rival[rows] >= 0
+    for k in wins.any(0).nonzero().flatten().tolist():
+        for winners in rows[wins[:, k]].split(max(size // 2, 1)):
+            yield k, torch.cat([winners, batch.rival[winners, k]])
+
+
+def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
+    """Transition k of the chosen samples."""
+    trajectory = batch.trajectory
+    on_device = chosen.to(trajectory.device)
+    return Minibatch(
+        k=k,
+        x=trajectory.state(k, chosen),
+        x_next=trajectory.state(k + 1, chosen),
+        logp_old=trajectory.logp[on_device, k],
+        advantage=batch.advantage[chosen, k].to(on_device.device),
+        weight=batch.weight[k].expand(len(chosen)),
+        sigmas=trajectory.sigmas,
+        eta=trajectory.eta[on_device, k],
+        kernel=trajectory.kernel,
+        cond=take(trajectory.cond, on_device // trajectory.group_size),
+        mean_old=trajectory.mean(k, chosen),
+        chunk=_chunk(batch, k, chosen),
+    )
+
+
+def _chunk(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
+    if batch.chunk is None:
+        return None
+    device = batch.trajectory.device
+    size = batch.mask[chosen][:, batch.chunk == batch.chunk[k]].sum(1).to(device)
+    others = torch.zeros(len(chosen)) if batch.others is None else batch.others[chosen, k]
+    return Chunk(others.to(device), size)
+
+
+def _noisy(trajectory: Trajectory) -> Bool[Tensor, "B T"]:
+    """Transitions with a density; some kernels have none at the last step, whatever eta."""
+    std = [
+        trajectory.kernel.coefficients(trajectory.sigmas, k, eta).std
+        for k, eta in enumerate(trajectory.eta.unbind(1))
+    ]
+    return (torch.stack(std, 1) > 0).cpu()

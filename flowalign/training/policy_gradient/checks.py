@@ -1,0 +1,89 @@
+"""Checks that run by themselves during the first steps and name what is wrong.
+
+Each of them answers a bug that a released code base shipped: a rollout that the trainer cannot
+reproduce, a KL term without gradient, adapters that never move, ranks that drift apart.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from flowalign.functional.transition import log_density
+from flowalign.training.checks import OnFailure, Weights
+from flowalign.training.learner import Learner
+from flowalign.types import Minibatch, PolicyLoss, VelocityField
+
+
+class Checks:
+    """The gates of one online run: before its first update, and after two that were not skipped."""
+
+    def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure):
+        self.algorithm, self.learner = algorithm, learner
+        self.weights = Weights(learner, on_failure)
+        self.replayed = False
+
+    def before_update(self, batches: Iterable[Minibatch]) -> None:
+        """Before the run's first update: the ratio of every stored transition must be 1."""
+        if self.replayed:
+            return
+        drift = replay_drift(self.learner.policy, batches)
+        self.replayed = bool(drift)
+        for k, deviation in drift.items():
+            self.weights.found[f"check/ratio_drift_{k}"] = deviation
+        worst = max(drift, key=lambda k: drift[k], default=None)
+        if worst is None:
+            return
+        each = " ".join(f"{deviation:.0e}" for deviation in drift.values())
+        self.learner.notes.append(
+            f"ratio before the first update: off 1 by at most {drift[worst]:.1e} "
+            f"(each step: {each}); clip range {self.algorithm.clip:g}"
+        )
+        if not drift[worst] <= self.algorithm.clip / 4:
+            self.weights.fail(
+                f"before any update the ratio of denoising step {worst} is off 1 by "
+                f"{drift[worst]:.1e}, too much for a clip range of {self.algorithm.clip:g}: "
+                "clipping would act on rounding noise.\n"
+                "Make sampling.micro_batch and micro_batch equal, compute in fp32 or fp16, "
+                "or widen the clip."
+            )
+
+    def after_update(self, batches: Iterable[Minibatch]) -> None:
+        """After the first two steps with an update: weights moved, ranks agree, KL pulls."""
+        if self.weights.after_update() and self.algorithm.needs_reference:
+            self._kl_gradient(next(iter(batches), None))
+
+    def metrics(self) -> dict[str, float]:
+        """What the gates measured since the last call."""
+        return self.weights.metrics()
+
+    def _kl_gradient(self, batch: Minibatch | None) -> None:
+        if batch is None:
+            return
+        silent = _without_advantage(batch)
+        loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, silent)
+        size = 0.0
+        if loss.requires_grad:
+            grads = torch.autograd.grad(loss, self.learner.parameters, allow_unused=True)
+            size = sum(float(g.abs().sum()) for g in grads if g is not None)
+        self.weights.found["check/kl_gradient"] = size
+        if size == 0:
+            self.weights.fail(
+                "the KL term has no gradient: the reference equals the policy, or it was detached."
+            )
+
+
+@torch.no_grad()
+def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
+    """Largest |ratio - 1| of each denoising step at the weights that sampled it."""
+    drift: dict[int, Tensor] = {}
+    for batch in batches:
+        logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))
+        worst = ((logp - batch.logp_old).exp() - 1).abs().nan_to_num(torch.inf).max()
+        drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)
+    return {k: float(worst) for k, worst in drift.items()}
+
+
+def _without_advantage(batch: Minibatch) -> Minibatch:
+    return replace(batch, advantage=torch.zeros_like(batch.advantage))

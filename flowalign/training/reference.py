@@ -1,0 +1,109 @@
+"""What a policy is compared with: itself before training, or with other weights."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.training.ema import EMA
+from flowalign.types import Cond, Policy, VelocityField
+
+
+class AdapterOff(VelocityField):
+    """For LoRA: the same weights in memory, adapters switched off."""
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """The base model's dx / dsigma."""
+        with adapters_off(self.policy.denoiser):
+            return self.policy.velocity(x, sigma, cond)
+
+
+class FrozenCopy(VelocityField):
+    """For full fine-tuning: a copy of the denoiser as it is now."""
+
+    def __init__(self, policy: Policy):
+        self.policy = copy.copy(policy)
+        self.policy.denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """The copy's dx / dsigma."""
+        return self.policy.velocity(x, sigma, cond)
+
+
+class Swapped(VelocityField):
+    """The policy with other values of its trained parameters, which are put back at once.
+
+    Evaluate it before the policy: values written in place are no longer those of its graph.
+    """
+
+    def __init__(self, policy: Policy, weights: EMA):
+        self.policy, self.weights = policy, weights
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """dx / dsigma under the other values."""
+        with self.weights.applied():
+            return self.policy.velocity(x, sigma, cond)
+
+
+def conditional(field: VelocityField) -> VelocityField:
+    """The same weights without classifier-free guidance, where there is any."""
+    policy = field if isinstance(field, Policy) else _around(field).policy
+    return field if policy.evaluations_per_velocity == 1 else unguided(field)
+
+
+def unguided(field: VelocityField) -> VelocityField:
+    """The same weights without classifier-free guidance. ValueError if there is none to drop."""
+    if isinstance(field, Policy):
+        return _without_guidance(field)
+    inner = copy.copy(_around(field))
+    inner.policy = _without_guidance(inner.policy)
+    return inner
+
+
+def _around(field: VelocityField) -> AdapterOff | FrozenCopy | Swapped:
+    assert isinstance(field, AdapterOff | FrozenCopy | Swapped)
+    return field
+
+
+def _without_guidance(policy: Policy) -> Policy:
+    if policy.evaluations_per_velocity == 1:
+        raise ValueError(
+            "completion.guidance is off, but the policy samples without classifier-free guidance; "
+            "leave it at same"
+        )
+    plain = copy.copy(policy)
+    plain.guidance, plain.evaluations_per_velocity = 1.0, 1
+    return plain
+
+
+def reference_for(policy: Policy) -> VelocityField:
+    """Adapter off where there is one, else a frozen copy. Call it before the first update."""
+    return AdapterOff(policy) if _adapters(policy.denoiser) else FrozenCopy(policy)
+
+
+@contextmanager
+def adapters_off(module: nn.Module) -> Iterator[None]:
+    """Run the base model of a peft-adapted module."""
+    adapters = _adapters(module)
+    for layer in adapters:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in adapters:
+            layer.enable_adapters(True)
+
+
+def _adapters(module: nn.Module) -> list[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer  # brings transformers along
+
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]

@@ -1,0 +1,59 @@
+"""The vocabulary of flowalign: axes, values passed between stages, and plug-in interfaces.
+
+Axes, used in every annotation of the package:
+
+    P  prompts on this rank               G  samples per prompt (the group)
+    B  = P * G samples, prompt-major, so sample b answers prompt b // G
+    S  states of a trajectory, T = S - 1 transitions; transition k maps state k to state k + 1
+    R  reward dimensions                  F  video frames, 1 for an image
+
+Time is the flow-matching sigma: sigma_0 = 1 is noise, sigma_T = 0 is data, and
+x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data.
+`k` is always an index and `sigma` always a time.
+"""
+
+from flowalign.types.credit import CreditEstimator, StepCredit, Values
+from flowalign.types.matching import Errors, Examples, Known, MatchingLoss, Traits
+from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, VelocityField
+from flowalign.types.reward import (
+    Backbone,
+    Head,
+    HeadNetwork,
+    Loadable,
+    MediaBatch,
+    Need,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+from flowalign.types.trajectory import Cond, Trajectory
+from flowalign.types.transitions import Minibatch, PolicyLoss
+
+__all__ = [
+    "Backbone",
+    "Cond",
+    "CreditEstimator",
+    "Errors",
+    "Examples",
+    "Head",
+    "HeadNetwork",
+    "Known",
+    "Loadable",
+    "MatchingLoss",
+    "MediaBatch",
+    "Minibatch",
+    "ModelPlan",
+    "Need",
+    "Personal",
+    "Policy",
+    "PolicyLoss",
+    "RewardModel",
+    "RewardOutput",
+    "RewardSpec",
+    "Saving",
+    "StepCredit",
+    "Traits",
+    "Trajectory",
+    "Values",
+    "VelocityField",
+]

@@ -1,0 +1,212 @@
+"""What reward models are given and return. Import these from `flowalign.types.policy`."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeVar
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+
+from flowalign.functional.rating import Features
+
+T = TypeVar("T")
+Need = Literal["prompt", "fps", "references", "groups"]
+
+
+@dataclass(frozen=True)
+class MediaBatch:
+    """What a reward model is given: media of one shape, and what is known about each."""
+
+    media: Float[Tensor, "n F 3 H W"]
+    """RGB in [0, 1]; an image is a video of one frame. A reward of media that require a gradient
+    keeps it."""
+    prompts: Sequence[str]
+    metadata: Sequence[Mapping[str, Any]] = ()
+    """Further columns of the prompt's row, one mapping per sample, or empty."""
+    fps: Sequence[float] = ()
+    """Frames per second of each sample, or empty where unknown."""
+    references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
+    """Source or reference images of each sample (editing, image to video), or empty."""
+    groups: Sequence[int] = ()
+    """Samples with the same id are compared with each other by group-wise models, or empty."""
+
+    def __len__(self) -> int:
+        return len(self.media)
+
+    def take(self, rows: Sequence[int]) -> "MediaBatch":
+        """The given samples, in that order; neighbours share the memory of this batch."""
+        return MediaBatch(
+            _rows(self.media, rows),
+            _pick(self.prompts, rows), _pick(self.metadata, rows), _pick(self.fps, rows),
+            _pick(self.references, rows), _pick(self.groups, rows),
+        )  # fmt: skip
+
+    def chunks(self, size: int) -> list["MediaBatch"]:
+        """The same samples in batches of at most `size`."""
+        starts = range(0, len(self), size)
+        return [self.take(range(i, min(i + size, len(self)))) for i in starts]
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """What a reward model declares about itself."""
+
+    name: str
+    dims: tuple[str, ...]
+    """Names of the R columns, higher is better in each."""
+    modality: Literal["image", "video", "any"]
+    """`image` takes one frame, `video` at least two, `any` both."""
+    scale: tuple[float, float]
+    """Lowest and highest value that any dimension can take; infinite where unbounded."""
+    licence: str
+    differentiable: bool = False
+    needs: tuple[Need, ...] = ()
+    """What every sample must bring besides its media."""
+    normalisation: str = "none"
+    """What was done to the raw output, such as `z-score` or `divided by 26`."""
+    version: str = ""
+    """What else decides the scores: weights, prompts, settings. Enters the fingerprint."""
+
+    def fingerprint(self) -> str:
+        """A hash of everything here: scores with different fingerprints are not comparable."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+    def screen(self, batch: MediaBatch) -> dict[int, str]:
+        """Samples that cannot be scored, with the reason. Every model calls this first.
+
+        Raises:
+            ValueError: where the batch as a whole asks for something this model cannot do.
+        """
+        if batch.media.requires_grad and not self.differentiable:
+            raise ValueError(
+                f"reward {self.name!r} has no gradient; its media must not require one"
+            )
+        for need in ("fps", "references", "groups"):
+            if need in self.needs and len(getattr(batch, need)) != len(batch):
+                raise ValueError(f"reward {self.name!r} needs {need} for every sample")
+        frames = batch.media.shape[1]
+        if frames == 0:
+            return dict.fromkeys(range(len(batch)), "it has no frames")
+        if self.modality == "image" and frames > 1:
+            raise ValueError(f"reward {self.name!r} scores images, not videos of {frames} frames")
+        if self.modality == "video" and frames < 2:
+            return dict.fromkeys(range(len(batch)), f"{self.name} needs at least two frames")
+        return self._unusable(batch)
+
+    def _unusable(self, batch: MediaBatch) -> dict[int, str]:
+        finite = batch.media.detach().flatten(1).sum(1).isfinite().tolist()  # fast, and enough
+        failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
+        if "prompt" in self.needs:
+            failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
+        return failed
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """Scores of n samples. One that could not be computed is NaN, not valid, and has a reason."""
+
+    values: Float[Tensor, "n R"]
+    valid: Bool[Tensor, "n R"]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """Sample index to why it failed; every sample with an invalid dimension has one."""
+    uncertainty: Float[Tensor, "n R"] | None = None
+    """Standard deviation of each score, where the model gives one."""
+    extras: Sequence[Mapping[str, Any]] = ()
+    """What else the model said about each sample, such as a judge's text, or empty."""
+
+    @staticmethod
+    def build(
+        spec: RewardSpec,
+        values: Tensor,
+        failed: Mapping[int, str] | None = None,
+        uncertainty: Tensor | None = None,
+        extras: Sequence[Mapping[str, Any]] = (),
+    ) -> "RewardOutput":
+        """Mark failed samples, and any non-finite value that a model returned, as invalid."""
+        failed = dict(failed or {})
+        if values.ndim != 2 or values.shape[1] != len(spec.dims):
+            raise ValueError(
+                f"reward {spec.name!r} returned shape {tuple(values.shape)}, "
+                f"expected (n, {len(spec.dims)}) for {spec.dims}"
+            )
+        values = values.float().cpu()
+        valid = values.detach().isfinite()
+        valid[list(failed)] = False
+        for i in (~valid).any(1).nonzero().flatten().tolist():
+            names = [dim for dim, ok in zip(spec.dims, valid[i].tolist(), strict=True) if not ok]
+            failed.setdefault(i, f"{spec.name} returned a non-finite value for {', '.join(names)}")
+        if uncertainty is not None:
+            uncertainty = uncertainty.float().cpu().masked_fill(~valid, torch.nan)
+        values = values.masked_fill(~valid, torch.nan)
+        return RewardOutput(values, valid, failed, uncertainty, extras)
+
+
+class RewardModel(ABC):
+    """Scores media in [0, 1] against prompts. Implementations live in `reward_models/`."""
+
+    spec: RewardSpec
+
+    @abstractmethod
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """One row per sample, independent of the other samples in the batch.
+
+        Where the batch's media require a gradient, so do the values; a model without a gradient
+        path refuses such a batch.
+        """
+
+
+def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
+    """These samples; not copied where they follow each other, for videos are large."""
+    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
+        return media[rows[0] : rows[0] + len(rows)]
+    return media[list(rows)]
+
+
+def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
+    return [column[i] for i in rows] if column else ()
+
+
+class Loadable(ABC):
+    """What has to be fetched, read or reached before it works. Done once, before a run begins."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Get ready; a second call does nothing. Raises ValueError for what cannot be used."""
+
+
+class Backbone(Loadable):
+    """Turns media and prompts into features, for a trained head to rate."""
+
+    network: nn.Module
+    """In main memory after `load`; its owner moves it. Parameters that require a gradient are an
+    adapter: they are trained and saved together with the head. The rest is frozen."""
+    fingerprint: str
+    """Known after `load`: of the frozen weights and all settings. Equal ones, equal features."""
+    reads_prompts: bool
+    num_frames: int | None
+    """Of longer videos it looks at so many, evenly spaced; None: at all."""
+
+    @abstractmethod
+    def embed(self, batch: MediaBatch) -> Features:
+        """Features of every sample, independent of the others, where the network is."""
+
+
+class HeadNetwork(nn.Module, ABC):
+    """A head's torch module: standardised `Features` in, `Ratings` out."""
+
+    @abstractmethod
+    def linear_layer(self) -> tuple[nn.Linear, Sequence[int]] | None:
+        """The layer linear in the joint features and the dimension that each row scores, if any:
+        what ridge regression can set."""
+
+
+class Head(ABC):
+    """What stands between features and scores; built once their sizes are known."""
+
+    @abstractmethod
+    def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
+        """A fresh network, drawn from torch's random state. ValueError where it does not fit."""

@@ -1,0 +1,37 @@
+"""What decided the files of a folder, so that the same command goes on there and others do not."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from flowalign.utils.files import write_text
+
+
+def agree(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
+    """Write what decides the files, or compare it with what an earlier run has written.
+
+    Raises:
+        ValueError: naming what differs; `maker` is who fills such a folder.
+    """
+    compare(manifest, settings, maker)
+    write_text(manifest, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def compare(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
+    """Refuse a folder that was made with other settings, or that holds something else."""
+    folder = manifest.parent
+    if not manifest.exists():
+        found = {path.name for path in folder.glob("*") if path.is_file()}
+        if any(not name.startswith(".") for name in found):
+            raise ValueError(f"{folder} holds files that are not of {maker}")
+        return
+    earlier = json.loads(manifest.read_text(encoding="utf-8"))
+    differs = [name for name in settings if settings[name] != earlier.get(name)]
+    if differs:
+        was, now = (str(side.get(differs[0])) for side in (earlier, settings))
+        raise ValueError(
+            f"{folder} was made with other settings: {', '.join(differs)} differ;\n"
+            f"{differs[0]} was {was[:200]!r}, now {now[:200]!r}\n"
+            "choose another --out, or the earlier settings"
+        )

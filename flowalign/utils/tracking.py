@@ -1,0 +1,143 @@
+"""What a run has measured: `metrics.jsonl` always, TensorBoard and wandb if asked for."""
+
+import importlib
+import importlib.util
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from flowalign.utils.files import write_text
+
+TrackerName = Literal["tensorboard", "wandb"]
+FILE = "metrics.jsonl"
+
+
+class Tracker:
+    """Writes the metrics of one run; only the main rank has one.
+
+    A row is {"step", "seconds", **metrics}. `seconds` counts from the start of the run, without the
+    time between an interruption and its resumption. With `keep_until`, rows of that step and later
+    are dropped first: a run resumed there has each step exactly once. A number that is not
+    finite becomes null.
+    """
+
+    def __init__(
+        self, folder: Path, trackers: Sequence[TrackerName] = (), keep_until: int | None = None
+    ):
+        for name in trackers:
+            _require(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = _drop_from(folder / FILE, keep_until)
+        self._start = time.perf_counter() - max((row["seconds"] for row in earlier), default=0.0)
+        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._sinks = [_SINKS[name](folder, keep_until) for name in trackers]
+
+    def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
+        """Write one row; it is on disk before the next step begins."""
+        values = {name: float(value) for name, value in metrics.items()}
+        row = {"step": step, "seconds": round(time.perf_counter() - self._start, 3)}
+        row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(step, values)
+
+    def close(self) -> None:
+        """Close every file; a second call does nothing."""
+        self._file.close()
+        while self._sinks:
+            self._sinks.pop().close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run in the order written; none if nothing was logged.
+
+    A last line that an interruption cut short is left out.
+
+    Raises:
+        ValueError: a line before the last is not a row.
+    """
+    return _rows(folder / FILE)
+
+
+class _Sink(Protocol):
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, keep_until: int | None):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=keep_until)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB:
+    """Nothing leaves the machine unless WANDB_MODE=online is set; `wandb sync` uploads later.
+
+    An offline run of wandb cannot be resumed, so every start is a run of its own in the group of
+    the folder.
+    """
+
+    def __init__(self, folder: Path, keep_until: int | None):
+        self._run = importlib.import_module("wandb").init(
+            project="flowalign",
+            group=folder.resolve().name,
+            name=f"{folder.resolve().name}-{keep_until or 0}",
+            dir=str(folder),
+            mode=os.environ.get("WANDB_MODE", "offline"),
+        )
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+_SINKS: dict[str, type[_TensorBoard] | type[_WandB]] = {
+    "tensorboard": _TensorBoard,
+    "wandb": _WandB,
+}
+
+
+def _require(name: str) -> None:
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(
+            f"trackers asks for {name}, which is not installed: `pip install flowalign[{name}]`"
+        )
+
+
+def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
+    """The rows that stay; the file holds exactly these afterwards and is never half written."""
+    rows = [row for row in _rows(file) if keep_until is None or row["step"] < keep_until]
+    if file.exists():
+        write_text(file, "".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    lines = file.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{file}:{number} is not JSON: {line[:60]!r}") from error
+    return rows

@@ -1,0 +1,38 @@
+"""Run files of commands that are one dataclass: YAML and overrides to an object."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.files import bundled
+
+T = TypeVar("T")
+
+
+def load_typed(
+    kind: type[T], command: str, config: str, overrides: Sequence[str] = ()
+) -> tuple[T, str]:
+    """The object that a file describes, with overrides such as `--seed 3`, and the resolved YAML.
+
+    Raises:
+        ConfigError: in at most five lines, naming the key or value.
+    """
+    path = Path(bundled(config))
+    if not path.is_file():
+        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
+    parser = ArgumentParser(prog=command, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="config")
+    parser.add_class_arguments(kind, None, fail_untyped=True)
+    dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
+    try:
+        parsed = parser.parse_args(["--config", str(path), *dashed])
+        text = parser.dump(parsed, skip_none=False)
+        built: dict[str, Any] = dict(vars(parser.instantiate_classes(parsed)))
+        return kind(**{name: value for name, value in built.items() if name != "config"}), text
+    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
+        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error

@@ -1,0 +1,116 @@
+"""Media become latents and back, one time per row is one row at a time, encoders have names."""
+
+import pytest
+import torch
+
+from assets.shapes.world import render
+from pipelines.encoding import covering
+from pipelines.sdxl import SDXL
+from tests.fixtures.embedded import new_sd3
+from tests.fixtures.families import noise
+
+
+def rows(cond, i) -> dict:
+    return {name: value[i : i + 1] for name, value in cond.items()}
+
+
+def assert_one_time_per_row(policy, prompts) -> None:
+    """Rows of different times are the rows alone, and equal times are one time for all."""
+    prompts = [*prompts, "a white circle"]
+    cond, x = policy.encode(prompts), noise(policy, 3)
+    sigma = torch.tensor([0.2, 0.55, 0.9])
+    with torch.no_grad():
+        together = policy.velocity(x, sigma, cond)
+        for i in range(3):
+            alone = policy.velocity(x[i : i + 1], sigma[i], rows(cond, i))
+            torch.testing.assert_close(together[i : i + 1], alone, atol=2e-5, rtol=2e-5)
+        same = policy.velocity(x, torch.full((3,), 0.55), cond)
+        assert torch.equal(same, policy.velocity(x, torch.tensor(0.55), cond))
+    assert ((same - together).flatten(1).abs().amax(1) > 1e-4).tolist() == [True, False, True]
+
+
+def test_rows_of_different_times_are_the_rows_alone(family, plain):
+    assert_one_time_per_row(plain, family.prompts)
+
+
+def test_rows_of_different_times_are_the_rows_alone_with_guidance():
+    assert_one_time_per_row(new_sd3(guidance=3.0), ["a red circle", "two blue squares"])
+
+
+def test_latents_of_a_picture_are_the_mode_that_the_pipeline_s_parts_give(family, plain):
+    height, width = plain.height, plain.width
+    media = torch.rand(2, 1, 3, height, width, generator=torch.Generator().manual_seed(1))
+    vae, processor = plain.pipe.vae, plain.pipe.image_processor
+    theirs = vae.encode(processor.preprocess(media[:, 0])).latent_dist.mode().detach()
+    theirs = (theirs - (vae.config.shift_factor or 0)) * vae.config.scaling_factor
+    latents = plain.embed(media)
+    assert latents.shape == noise(plain).shape
+    torch.testing.assert_close(latents, theirs, atol=1e-6, rtol=1e-6)
+
+
+def test_pictures_of_the_embedded_model_survive_the_round_trip():
+    """Measured: root mean square 0.010 of a range of 1, latents near mean 0 and deviation 1."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = ["a red circle left of a blue square", "two white triangles", "a green circle"]
+    media = torch.stack([render(prompt, generator) for prompt in prompts])[:, None]
+    policy = new_sd3()
+    latents = policy.embed(media)
+    assert (policy.decode(latents) - media).square().mean().sqrt() < 0.015
+    assert abs(float(latents.mean())) < 0.1
+    assert abs(float(latents.std()) - 1) < 0.1
+
+
+def test_a_wide_picture_is_cut_at_both_sides_and_not_squeezed():
+    """12 x 4 into 4 x 4: columns 4 to 7 of a ramp, untouched since the height fits."""
+    ramp = (torch.arange(12.0) / 12).expand(1, 3, 4, 12)
+    assert torch.equal(covering(ramp, 4, 4), ramp[..., 4:8])
+
+
+def test_a_large_picture_is_averaged_and_a_small_one_enlarged_to_cover():
+    stripes = torch.tensor([0.0, 1.0]).repeat(32).expand(2, 3, 96, 64)
+    smaller = covering(stripes, 16, 16)
+    assert smaller.shape == (2, 3, 16, 16)
+    torch.testing.assert_close(smaller[..., 2:-2], torch.full((2, 3, 16, 12), 0.5))
+    larger = covering(stripes[..., :9, :7], 20, 31)
+    assert larger.shape == (2, 3, 20, 31)
+    assert larger.min() >= 0
+    assert larger.max() <= 1
+
+
+def test_a_film_is_refused_by_a_policy_of_pictures(plain):
+    with pytest.raises(ValueError, match="media of 3 frames"):
+        plain.embed(torch.zeros(1, 3, 3, plain.height, plain.width))
+
+
+def test_encoders_are_named_alike_in_every_load_and_apart_after_a_change(family, plain):
+    media, text = plain.encoders()
+    policy = family.new()
+    assert policy.encoders() == (media, text)
+    with torch.no_grad():
+        next(policy.pipe.vae.parameters()).flatten()[3] += 1e-3
+    changed, same = policy.encoders()
+    assert (changed == media, same == text) == (False, True)
+    with torch.no_grad():
+        next(policy.pipe.text_encoder.parameters()).flatten()[3] += 1e-3
+    assert policy.encoders()[1] != text
+
+
+def test_the_name_of_encoders_depends_on_the_size_of_pictures(family, plain):
+    """And that of the text encoder only where conditions do."""
+    media, text = plain.encoders()
+    larger = family.new(height=64, width=96)
+    ours, theirs = plain.encode(family.prompts), larger.encode(family.prompts)
+    alike = all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert alike == (family.cls is not SDXL)
+    assert larger.encoders()[0] != media
+    assert (larger.encoders()[1] == text) == alike
+
+
+def test_the_name_of_the_text_encoder_depends_on_the_length_of_prompts():
+    short, long = new_sd3().encoders(), new_sd3(max_sequence_length=2).encoders()
+    assert (short[0] == long[0], short[1] == long[1]) == (True, False)
+
+
+def test_the_name_of_the_text_encoder_tells_guided_conditions_apart():
+    plain, guided = new_sd3(guidance=1.0).encoders(), new_sd3(guidance=3.0).encoders()
+    assert (plain[0] == guided[0], plain[1] == guided[1]) == (True, False)

@@ -1,0 +1,81 @@
+"""What is SD3's own: classifier-free guidance, three text encoders, recorded numbers."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowalign.functional.transition import FlowSDE
+from flowalign.types import Minibatch
+from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.families import (
+    GOLDEN,
+    SD3_FAMILY,
+    TINY_SD3,
+    assert_independent_of_the_batch,
+    assert_official,
+    noise,
+    ours,
+)
+
+PROMPTS = SD3_FAMILY.prompts
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5], ids=["plain", "guided"])
+@pytest.mark.parametrize("model", ["embedded", "tiny"])
+def test_latents_and_pictures_are_those_of_the_official_pipeline(model, guidance):
+    settings = {} if model == "embedded" else TINY_SD3
+    policy = new_sd3(**settings, guidance=guidance)
+    if model == "embedded":
+        move(policy)
+    assert_official(
+        SD3_FAMILY, policy, PROMPTS if model == "embedded" else SD3_FAMILY.other_prompts
+    )
+
+
+def test_guidance_changes_the_picture_and_costs_two_evaluations():
+    plain, guided = new_sd3(guidance=1.0), new_sd3(guidance=3.0)
+    assert (plain.evaluations_per_velocity, guided.evaluations_per_velocity) == (1, 2)
+    x = noise(plain)
+    difference = ours(plain, PROMPTS, x, 2) - ours(guided, PROMPTS, x, 2)
+    assert difference.abs().max() > 1e-3
+
+
+def test_latents_are_those_recorded_from_the_reference_pipeline():
+    recorded = load_file(GOLDEN / "I_sd3.safetensors")
+    about = json.loads((GOLDEN / "I_sd3.json").read_text())["values"]
+    policy = new_sd3(**TINY_SD3, guidance=1.0)
+    x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
+    torch.testing.assert_close(x, recorded["nocfg.net_in0"])
+    sigmas = policy.schedule(about["steps"])
+    torch.testing.assert_close(sigmas, recorded["nocfg.sigmas"], atol=1e-6, rtol=0)
+    cond = policy.encode(about["prompts"])
+    with torch.no_grad():
+        first = policy.velocity(x, sigmas[0], cond)
+    torch.testing.assert_close(first, recorded["nocfg.net_out0"], atol=2e-4, rtol=2e-4)
+    final = ours(policy, about["prompts"], x, about["steps"])
+    tolerance = 2e-4 * float(recorded["nocfg.final"].abs().max())
+    torch.testing.assert_close(final, recorded["nocfg.final"], atol=tolerance, rtol=0)
+
+
+def test_a_guided_sample_does_not_see_the_batch_it_is_in():
+    prompts = ["a red circle", "two blue squares", "a white circle above a red square"]
+    assert_independent_of_the_batch(new_sd3(guidance=3.0), prompts)
+
+
+def test_a_transition_replayed_from_a_minibatch_uses_the_guided_velocity():
+    policy = new_sd3(guidance=2.5)
+    cond, x, sigmas = policy.encode(PROMPTS), noise(policy), policy.schedule(4)
+    eta = torch.tensor([0.5, 0.5])
+    batch = Minibatch(
+        k=2, x=x, x_next=x, logp_old=eta, advantage=eta, weight=eta, sigmas=sigmas, eta=eta,
+        kernel=FlowSDE(), cond=cond,
+    )  # fmt: skip
+    got = batch.transition(policy).mean
+    other = dataclasses.replace(batch, k=1).transition(policy).mean
+    v, s, t = policy.velocity(x, sigmas[2], cond), sigmas[2], sigmas[3]
+    c1 = t - 0.25 * s / (1 - s) * (s - t) / (2 * s)
+    torch.testing.assert_close(got, (1 - t) * (x - s * v) + c1 * (x + (1 - s) * v))
+    assert (got - other).abs().max() > 1e-3

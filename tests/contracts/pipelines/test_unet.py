@@ -1,0 +1,168 @@
+"""Stable Diffusion and SDXL satisfy the contract of policies, and are diffusion models exactly."""
+
+import inspect
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, PNDMScheduler
+
+from flowalign.functional.diffusion import flow_sigmas, norm
+from flowalign.functional.matching import space_factor
+from flowalign.functional.transition import FlowSDE, transition
+from pipelines.sd15 import SD15
+from pipelines.sdxl import SDXL
+from pipelines.unet import LORA
+from tests.contracts.pipelines import test_encoding as test_policy_encoding
+from tests.contracts.pipelines import test_policies
+from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
+from tests.fixtures.embedded import move
+from tests.fixtures.families import Family, assert_official, noise, unet_family
+from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, build_sdxl, new_sd15, new_sdxl
+
+PROMPTS = ("a red ball", "two cats on a sofa")
+
+for _module in (test_policies, test_policy_encoding):  # the whole contract, on the families below
+    for _name, _test in vars(_module).items():
+        if _name.startswith("test_") and "family" in inspect.signature(_test).parameters:
+            globals()[_name] = _test
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("unets")
+    return {
+        "sd15": build_sd15(root / "sd15"),
+        "v": build_sd15(root / "v", "v_prediction", block_out_channels=(16, 24)),
+        "data": build_sd15(root / "data", "sample"),
+        "sdxl": build_sdxl(root / "sdxl"),
+        "sdxl other": build_sdxl(root / "other", block_out_channels=(16, 24)),
+    }
+
+
+@pytest.fixture(params=["sd15", "sdxl"])
+def family(request, folders) -> Family:
+    if request.param == "sd15":
+        return unet_family(new_sd15, SD15, folders["sd15"], folders["v"])
+    return unet_family(new_sdxl, SDXL, folders["sdxl"], folders["sdxl other"])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0], ids=["plain", "guided"])
+@pytest.mark.parametrize("model", ["sd15", "v", "data", "sdxl"])
+def test_pictures_are_those_of_the_official_sampler(folders, model, guidance):
+    """DDIM for Stable Diffusion, Euler for SDXL, whatever the network says.
+
+    Numbers of steps that do not divide 1000 make diffusers' DDIM step to a time that is one off.
+    """
+    new = new_sdxl if model == "sdxl" else new_sd15
+    family = unet_family(new, SD15, folders[model], folders[model])
+    policy = family.new(guidance=guidance)
+    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
+    move(policy)
+    assert_official(family, policy, PROMPTS, num_steps=5)
+
+
+@pytest.mark.parametrize("model", ["sd15", "sdxl"])
+def test_rows_of_different_times_are_the_rows_alone_with_guidance(folders, model):
+    new = new_sdxl if model == "sdxl" else new_sd15
+    assert_one_time_per_row(new(folders[model], guidance=3.0), PROMPTS)
+
+
+@pytest.mark.parametrize(("model", "space"), [("sd15", "noise"), ("v", "v"), ("data", "data")])
+def test_errors_of_the_network_are_those_of_the_flow_in_its_own_space(folders, model, space):
+    """Squared error of what it says = factor^2 x squared velocity error at the same state."""
+    policy = new_sd15(folders[model])
+    generator = torch.Generator().manual_seed(3)
+    data, eps = torch.randn(2, 3, *policy.latent_shape, generator=generator)
+    times = torch.tensor([40, 500, 961])
+    sigma = flow_sigmas(policy.pipe.scheduler.alphas_cumprod)[times]
+    cond = policy.encode([*PROMPTS, "a cup"])
+    scheduler = policy.pipe.scheduler
+    with torch.no_grad():
+        state = scheduler.add_noise(data, eps, times)
+        said = policy.denoiser(state, times, cond["text"], return_dict=False)[0]
+        s = sigma[:, None, None, None]
+        v = policy.velocity((1 - s) * data + s * eps, sigma, cond)
+    target = {
+        "noise": eps, "data": data, "v": scheduler.get_velocity(data, eps, times),
+    }[space]  # fmt: skip
+    wanted = (said - target).square().mean((1, 2, 3))
+    got = space_factor(space, sigma).square() * (v - (eps - data)).square().mean((1, 2, 3))
+    torch.testing.assert_close(got, wanted, atol=0, rtol=2e-4)
+    assert wanted.unique().numel() == 3
+
+
+def test_initial_states_are_those_of_a_model_that_sees_noise_of_size_1(folders):
+    policy = new_sd15(folders["sd15"], height=256, width=256)
+    x, sigma = noise(policy, 8), policy.schedule(7)[0]
+    assert float(sigma) == pytest.approx(0.93596, abs=1e-5)  # alpha .068265, s .997667
+    torch.testing.assert_close(x.std(), torch.tensor(0.93815), atol=0.01, rtol=0)
+    assert (x / norm(sigma)).std() == pytest.approx(1, abs=0.01)
+
+
+def test_an_sde_step_from_the_first_time_is_finite_and_keeps_the_size_of_states(folders):
+    """Kernels never needed sigma = 1: of white data, the step has the next state's variance."""
+    policy = new_sd15(folders["sd15"])
+    sigmas = policy.schedule(20)
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * norm(sigmas[0])
+    v = x * (2 * sigmas[0] - 1) / norm(sigmas[0]) ** 2  # the exact velocity of white data
+    step = transition(FlowSDE(), x, v, sigmas, 0, torch.full((64,), 0.3))
+    variance = step.mean.var() + step.std[0] ** 2
+    torch.testing.assert_close(variance.sqrt(), norm(sigmas[1]), atol=0.02, rtol=0)
+
+
+def test_the_schedule_ignores_spacings_that_start_elsewhere_and_solvers(folders):
+    """Published files ask for PNDM with times from 981 down; ours are DDIM's from 999."""
+    policy = new_sd15(folders["sd15"])
+    wanted = policy.schedule(20)
+    policy.pipe.scheduler = PNDMScheduler(**BETAS, skip_prk_steps=True)
+    assert torch.equal(policy.schedule(20), wanted)
+    policy.pipe.scheduler = DDIMScheduler(**BETAS, timestep_spacing="trailing", clip_sample=False)
+    policy.pipe.scheduler.set_timesteps(20)
+    table = flow_sigmas(policy.pipe.scheduler.alphas_cumprod)
+    assert torch.equal(wanted[:-1], table[policy.pipe.scheduler.timesteps])
+
+
+def test_the_size_that_sdxl_is_told_is_the_policy_s_own(folders):
+    cond = new_sdxl(folders["sdxl"], guidance=3.0).encode(PROMPTS)
+    assert cond["time_ids"].tolist() == [[48, 64, 0, 0, 48, 64]] * 2
+    assert cond.keys() == {"text", "text_neg", "text_embeds", "text_embeds_neg", "time_ids"}
+    told = {"text", "text_embeds", "time_ids"}
+    assert new_sdxl(folders["sdxl"]).encode(PROMPTS).keys() == told
+
+
+def test_sizes_that_sdxl_is_told_change_its_answer(folders):
+    policy = new_sdxl(folders["sdxl"])
+    cond, x, sigma = policy.encode(PROMPTS), noise(policy), torch.tensor(0.5)
+    with torch.no_grad():
+        other = policy.velocity(x, sigma, {**cond, "time_ids": cond["time_ids"] + 40})
+        assert (other - policy.velocity(x, sigma, cond)).abs().max() > 1e-3
+
+
+def test_the_default_adapter_is_on_all_attention(folders):
+    assert LORA.target_modules == TARGETS
+    policy = new_sd15(folders["sd15"], lora=LORA)
+    names = [n for n, _ in policy.denoiser.named_parameters() if ".lora_A." in n]
+    layers = [n for n, _ in policy.denoiser.named_modules() if n.endswith((".attn1", ".attn2"))]
+    assert len(names) == 4 * len(layers) > 0
+
+
+def test_more_steps_than_times_are_refused(folders):
+    policy = new_sd15(folders["sd15"])
+    with pytest.raises(ValueError, match="1001 steps: the model has 1000 times"):
+        policy.schedule(1001)
+    assert len(policy.schedule(1000).unique()) == 1001
+
+
+def test_the_memory_estimate_counts_levels_and_recomputation(folders):
+    """8 x 6 tokens of 16 channels and a quarter of them of 32, 3 layers each, 2 bytes.
+
+    Recomputed are the 34 values of one layer at a time; what goes into each of the six is kept.
+    """
+    once, kept = (
+        SD15(folders["sd15"], 48, 64, lora=LORA, gradient_checkpointing=recomputed)
+        .plan()
+        .activation_bytes
+        for recomputed in (True, False)
+    )
+    assert kept == 34 * 3 * (48 * 16 + 12 * 32) * 2
+    assert once == (34 * 48 * 16 + 3 * (48 * 16 + 12 * 32)) * 2

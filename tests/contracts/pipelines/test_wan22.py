@@ -1,0 +1,193 @@
+"""Wan 2.2 with two networks is its official pipeline, and trains and saves either or both."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from diffusers import WanPipeline
+
+from pipelines import base
+from pipelines.wan22 import Experts, Wan22
+from pipelines.weights import Lora
+from tests.contracts.pipelines.test_encoding import assert_one_time_per_row, rows
+from tests.fixtures.embedded import move
+from tests.fixtures.families import Family, noise
+from tests.fixtures.tiny_video import (
+    PICTURES,
+    assert_official_film,
+    assert_official_velocities,
+    build_wan,
+    build_wan22,
+    contract,
+    new_video,
+    tiny_video,
+    video_family,
+)
+
+PROMPTS = tuple(PICTURES)[:2]
+globals().update(
+    contract(  # they load one network by hand; below are those of two
+        "test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers",
+        "test_fully_trained_weights_load_in_plain_diffusers",
+    )
+)
+TRAINED = {"both": ("high", "low"), "high": ("high",), "low": ("low",)}
+PARTS = {"high": "transformer", "low": "transformer_2"}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("wan22")
+    return {"14b": build_wan22(root / "14b"), "other": build_wan22(root / "o", num_layers=3)}
+
+
+@pytest.fixture
+def family(folders) -> Family:
+    return video_family(Wan22, partial(new_video, Wan22), folders["14b"], folders["other"])
+
+
+def new(folders, **changes) -> Wan22:
+    return new_video(Wan22, folders["14b"], **{"guidance": 3.5} | changes)
+
+
+def sides_at(policy, num_steps) -> list[bool]:
+    return (policy.schedule(num_steps)[:-1] >= policy.boundary / 1000).tolist()
+
+
+@pytest.mark.parametrize("guidance_2", [2.0, None])
+@pytest.mark.parametrize("guidance", [1.0, 3.5], ids=["plain", "guided"])
+def test_velocities_and_films_are_those_of_the_official_pipeline(folders, guidance, guidance_2):
+    policy = new(folders, guidance=guidance, experts=Experts(guidance_2=guidance_2))
+    move(policy)
+    assert sides_at(policy, 5) == [True, True, True, True, False]
+    assert_official_velocities(policy, PROMPTS, num_steps=5)
+    assert sides_at(policy, 6) == [True, True, True, True, False, False]
+    assert_official_film(policy, PROMPTS, num_steps=6)
+
+
+def test_the_boundary_of_the_folder_can_be_overridden(folders):
+    policy = new(folders, experts=Experts(guidance_2=1.7, boundary_ratio=0.97))
+    assert sides_at(policy, 5) == [True, True, False, False, False]
+    policy.pipe.register_to_config(boundary_ratio=0.97)
+    assert_official_velocities(policy, PROMPTS, num_steps=5)
+
+
+def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(folders):
+    """875 itself is high noise, 874 is not."""
+    policy = new(folders, experts=Experts(guidance_2=1.7))
+    assert_one_time_per_row(policy, PROMPTS)
+    prompts = [*PROMPTS, "a white circle", "a blue dog"]
+    cond, x = policy.encode(prompts), noise(policy, 4)
+    sigma = torch.tensor([0.3, 0.8751, 0.8749, 0.99])
+    high, low, asked = policy.denoiser.high, policy.denoiser.low, []
+    for network in (high, low):
+        network.register_forward_pre_hook(
+            lambda m, _, named: asked.append((m, named["timestep"].tolist())), with_kwargs=True
+        )
+    with torch.no_grad():
+        together = policy.velocity(x, sigma, cond)
+        assert asked == 2 * [(high, [875, 990]), (low, [300, 874])]
+        for i in range(4):
+            alone = policy.velocity(x[i : i + 1], sigma[i], rows(cond, i))
+            torch.testing.assert_close(together[i : i + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("train", TRAINED)
+def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
+    policy = new(folders, experts=Experts(train=train))
+    move(policy)
+    cond, sigma = policy.encode(PROMPTS), torch.tensor([0.95, 0.5])
+    policy.velocity(noise(policy), sigma, cond).square().mean().backward()
+    reached = {n.split(".")[0] for n, p in policy.denoiser.named_parameters() if p.grad is not None}
+    wanted = {n.split(".")[0] for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+    assert reached == wanted == set(TRAINED[train])
+    plan = policy.plan()
+    parameters = list(policy.denoiser.named_parameters())
+    assert plan.networks == 2
+    assert plan.trainable == sum(p.numel() for _, p in parameters if p.requires_grad)
+    assert plan.parameters == sum(p.numel() for n, p in parameters if "lora_" not in n)
+
+
+@pytest.mark.parametrize("train", TRAINED)
+@pytest.mark.parametrize("trained", ["adapter", "all weights"])
+def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
+    folders, tmp_path, train, trained
+):
+    """alpha / rank is 7 / 3: a file without its metadata would be loaded with a factor of 1."""
+    changes = {"lora": None} if trained == "all weights" else {}
+    changes["experts"] = Experts(guidance_2=1.7, train=train)
+    policy, other = new(folders, **changes), new(folders, **changes)
+    move(policy)
+    policy.save_weights(str(tmp_path))
+    assert policy.verify_weights(str(tmp_path)) == 0.0
+    assert other.verify_weights(str(tmp_path)) > 0
+    other.load_weights(str(tmp_path))
+    mine, theirs = policy.denoiser.state_dict(), other.denoiser.state_dict()
+    assert all(torch.equal(mine[n], theirs[n]) for n in mine)
+    pipe = plain(folders["14b"], tmp_path, TRAINED[train], trained)
+    x, sigma = noise(policy), torch.tensor([0.95, 0.5])
+    cond = policy.encode(PROMPTS)
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, cond)
+        policy.denoiser.high, policy.denoiser.low = pipe.transformer, pipe.transformer_2
+        assert torch.equal(policy.velocity(x, sigma, cond), expected)
+
+
+def test_networks_are_verified_one_after_another_and_each_of_them_is(
+    folders, tmp_path, monkeypatch
+):
+    """A second network is read when the first is gone, and either may be the one that differs."""
+    policy, alive, most = new(folders), weakref.WeakSet(), []
+    move(policy)
+    read = base._saved
+
+    def counted(*arguments):
+        gc.collect()
+        most.append(len(alive))
+        network = read(*arguments)
+        alive.add(network)
+        return network
+
+    monkeypatch.setattr(base, "_saved", counted)
+    policy.save_weights(str(tmp_path))
+    assert policy.verify_weights(str(tmp_path)) == 0.0
+    assert most == [0, 0]
+    trained = [name for name, p in policy.denoiser.named_parameters() if p.requires_grad]
+    assert {name.split(".")[0] for name in trained} == {"high", "low"}, "they go on being trained"
+    for network in (policy.denoiser.high, policy.denoiser.low):
+        weight = next(p for p in network.parameters() if p.requires_grad)
+        with torch.no_grad():
+            weight += 0.5
+            assert policy.verify_weights(str(tmp_path)) > 0
+            weight -= 0.5
+
+
+def plain(folder, saved, sides, trained) -> WanPipeline:
+    """What a user of plain diffusers gets."""
+    if trained == "all weights":
+        kind = type(WanPipeline.from_pretrained(folder).transformer)
+        loaded = {PARTS[s]: kind.from_pretrained(saved, subfolder=PARTS[s]) for s in sides}
+        return WanPipeline.from_pretrained(folder, **loaded)
+    pipe = WanPipeline.from_pretrained(folder)
+    if "high" in sides:
+        pipe.load_lora_weights(saved)
+    if "low" in sides:
+        pipe.load_lora_weights(saved / "transformer_2", load_into_transformer_2=True)
+    return pipe
+
+
+def test_the_adapter_of_one_network_is_not_taken_for_that_of_the_other(folders, tmp_path):
+    low = new(folders, experts=Experts(train="low"))
+    low.save_weights(str(tmp_path))
+    with pytest.raises(ValueError, match="does not exist"):
+        new(folders, experts=Experts(train="high")).load_weights(str(tmp_path))
+    other = Lora(rank=3, alpha=12, target_modules=low.lora.target_modules)
+    with pytest.raises(ValueError, match=r"trained with lora.alpha 7, not 12"):
+        new(folders, experts=Experts(train="low"), lora=other).load_weights(str(tmp_path))
+
+
+def test_a_folder_with_one_network_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match=r"has 1 network\(s\), Wan22 wants 2"):
+        tiny_video(Wan22, build_wan(tmp_path)).plan()

@@ -1,0 +1,513 @@
+"""Judges from pixels to scores, over a real server whose answers follow from what it is shown."""
+
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from flowalign.rewards.config import load_rewards
+from flowalign.types import MediaBatch, RewardSpec
+from reward_models.chat.client import Server
+from reward_models.chat.edit_score import EditScore
+from reward_models.chat.images import data_url
+from reward_models.chat.judge import ChatJudge
+from reward_models.chat.levels import Levels
+from reward_models.chat.magic_assessor import MagicAssessor
+from reward_models.chat.one_reward import OneReward
+from reward_models.chat.pairs import WinRate
+from reward_models.chat.panel import Panel, Sampling, check_known
+from reward_models.chat.rational_pair import RationalPair
+from reward_models.chat.rational_rewards import RationalRewards
+from reward_models.chat.template import read_template
+from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
+from reward_models.chat.video_score2 import VideoScore2
+from reward_models.chat.yes_no import YesNo
+from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+
+@pytest.fixture
+def serve():
+    """Start servers that are gone after the test."""
+    running = []
+
+    def start(answer, **settings):
+        running.append(ChatServer(answer).__enter__())
+        return Server(running[-1].url, MODEL, **{"backoff": 0.01, "cache": None} | settings)
+
+    start.running = running
+    yield start
+    for chat in running:
+        chat.die()
+
+
+def colours(picture):
+    """Mean of each channel, in [0, 1]."""
+    return (picture.reshape(-1, 3).mean(0) / 255).tolist()
+
+
+def media_of(*levels, frames=1, size=8):
+    """One grey picture (or video) per level in [0, 1]."""
+    return torch.stack([torch.full((frames, 3, size, size), level) for level in levels])
+
+
+def batch_of(*levels, frames=1, **columns):
+    return MediaBatch(media_of(*levels, frames=frames), ["a cat"] * len(levels), **columns)
+
+
+def axes(red, green, blue):
+    return (
+        f"Alignment Score (1-5): {1 + 4 * red:.6f}\nCoherence Score (1-5): {1 + 4 * green:.6f}\n"
+        f"Style Score (1-5): {1 + 4 * blue:.6f}"
+    )
+
+
+def edit_answer(request: Request):
+    """The first score says how red the edit is; the second how alike the two are, or its green."""
+    means = [colours(picture) for picture in request.pictures]
+    first = 25 * means[-1][0]
+    second = 25 * (1 - abs(means[0][1] - means[-1][1]) if len(means) == 2 else means[0][1])
+    return f'{{"reasoning": "because", "score": [{first:.6f}, {second:.6f}]}}'
+
+
+def share_of_yes(request: Request):
+    red = colours(request.pictures[-1])[0]
+    return Reply("Yes", [("Yes", {"Yes": math.log(red), " no": math.log(1 - red)})])
+
+
+def section_answer(request: Request):
+    red, green, blue = (1 + 3 * x for x in colours(request.pictures[-1]))
+    named = ["Text Faithfulness", "Physical and Visual Quality", "Text Rendering"]
+    if len(request.pictures) == 2:
+        named.insert(1, "Image Faithfulness")
+    scores = [red, green, blue, 1.5][: len(named)]
+    return "# Detailed Judgement\n" + "\n".join(
+        f"{k}. {name}:\n## Justification: so\n## Score: {score:.6f}"
+        for k, (name, score) in enumerate(zip(named, scores, strict=True), 1)
+    )
+
+
+def video_answer(request: Request):
+    red = colours(request.pictures[0])[0]
+    text = "(1) visual quality: 5\n(2) text-to-video alignment: 5\n" + (
+        "(3) physical/common-sense consistency: 5"
+    )
+    digits = {"5": math.log(red), "1": math.log(1 - red)}
+    return Reply(text, [(c, digits if c == "5" else {c: 0.0}) for c in text])
+
+
+def level_answer(request: Request):
+    red = colours(request.pictures[0])[0]
+    return Reply(" good", [(" good", {" Excellent": math.log(red), " bad": math.log(1 - red)})])
+
+
+JUDGES = {
+    "point": (UnifiedRewardPoint, lambda r: axes(*colours(r.pictures[0])), {}),
+    "final": (
+        lambda server: UnifiedRewardPoint(server, form="final", squash=16),
+        lambda r: f"Final Score: {1 + 4 * colours(r.pictures[0])[0]:.6f}",
+        {},
+    ),
+    "edit_score": (EditScore, edit_answer, {"references": True}),
+    "rational": (RationalRewards, section_answer, {}),
+    "rational edit": (lambda s: RationalRewards(s, "edit"), section_answer, {"references": True}),
+    "video_score2": (VideoScore2, video_answer, {"frames": 3, "fps": True}),
+    "yes_no": (YesNo, share_of_yes, {}),
+    "yes_no of a video": (YesNo, share_of_yes, {"frames": 2}),
+    "levels": (Levels, level_answer, {}),
+    "magic": (
+        lambda server: MagicAssessor(server, side=16),
+        lambda r: rf'\boxed{{"Whether Normal": {int(colours(r.pictures[0])[0] > 0.4)}}}',
+        {},
+    ),
+}
+
+
+def contract_batch(references=False, fps=False, frames=1):
+    batch = example_batch(num_samples=3, frames=frames, height=16, width=24)
+    brighter = torch.tensor([0.2, 0.9, 0.5])[:, None, None, None, None]
+    batch = replace(batch, media=batch.media * 0.3 + brighter * 0.6)
+    sources = [[torch.full((3, 6, 6), x)] for x in (0.1, 0.5, 0.8)]
+    return replace(batch, references=sources if references else (), fps=[2.0] * 3 if fps else ())
+
+
+@pytest.mark.parametrize(("make", "answer", "columns"), JUDGES.values(), ids=JUDGES)
+def test_judges_keep_the_contract_of_rewards(serve, make, answer, columns):
+    judge = make(serve(answer, cache="memory"))
+    check_contract(judge, contract_batch(**columns), atol=1e-4)
+    judge.close()
+
+
+def test_a_score_is_read_from_the_picture_that_was_sent(serve):
+    """By hand: 1 + 4 * level, of 8-bit levels."""
+    judge = UnifiedRewardPoint(serve(lambda r: axes(*colours(r.pictures[0]))))
+    media = torch.tensor([[51, 102, 255], [0, 204, 153]])[:, None, :, None, None] / 255
+    output = judge.score(MediaBatch(media.expand(-1, -1, -1, 5, 7), ["a", "b"]))
+    assert output.values.tolist() == [
+        pytest.approx([1.8, 2.6, 5.0]),
+        pytest.approx([1.0, 4.2, 3.4]),
+    ]
+    assert output.uncertainty is None
+    sent = serve.running[0].requests
+    assert {r.pictures[0].shape for r in sent} == {(5, 7, 3)}
+    assert sorted(r.text[-17:] for r in sent) == ["Text Caption: [a]", "Text Caption: [b]"]
+
+
+def test_pictures_are_sent_without_loss(serve):
+    generator = torch.Generator().manual_seed(3)
+    bits = torch.randint(0, 256, (1, 1, 3, 9, 13), generator=generator)
+    judge = UnifiedRewardPoint(serve(lambda r: axes(0, 0, 0)))
+    judge.score(MediaBatch(bits / 255, ["a"]))
+    (request,) = serve.running[0].requests
+    assert torch.equal(torch.tensor(request.pictures[0]).permute(2, 0, 1), bits[0, 0])
+
+
+def test_a_prompt_that_looks_like_a_slot_is_only_a_prompt(serve):
+    judge = UnifiedRewardPoint(serve(lambda r: axes(0, 0, 0)))
+    judge.score(replace(batch_of(0.5), prompts=["{media} {prompt} <image> {x}"]))
+    (request,) = serve.running[0].requests
+    assert request.text.endswith("[{media} {prompt} <image> {x}]")
+    assert len(request.pictures) == 1
+
+
+def test_all_samples_and_passes_are_in_flight_together(serve):
+    twelve = threading.Barrier(12)  # nobody is answered before all are there
+
+    def answer(request):
+        twelve.wait(20)
+        return axes(0.5, 0.5, 0.5)
+
+    server = serve(answer, concurrency=12)
+    judge = UnifiedRewardPoint(server, sampling=Sampling(passes=3, temperature=0.5))
+    assert judge.score(batch_of(0.1, 0.2, 0.3, 0.4)).valid.all()
+
+
+def test_passes_have_their_own_seeds_and_give_mean_and_standard_deviation(serve):
+    by_seed = {7: 0.0, 8: 0.5, 9: 1.0}
+    server = serve(lambda r: axes(by_seed[r.body["seed"]], 0.25, by_seed[r.body["seed"]] ** 2))
+    sampling = Sampling(passes=3, temperature=0.9, seed=7, max_tokens=99)
+    output = UnifiedRewardPoint(server, sampling=sampling).score(batch_of(0.5, 0.6))
+    assert output.values.tolist() == [[3.0, 2.0, pytest.approx(8 / 3)]] * 2
+    squares = torch.tensor([1.0, 2.0, 5.0])
+    expected = [2.0, 0.0, squares.std().item()]
+    assert output.uncertainty.tolist() == [pytest.approx(expected)] * 2
+    assert len(output.extras[0]["texts"]) == 3
+    body = serve.running[0].requests[0].body
+    assert (body["temperature"], body["max_tokens"]) == (0.9, 99)
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_again_with_a_new_seed(serve):
+    def answer(request):
+        return "hm" if request.body["seed"] < 4 else axes(0.5, 0.5, 0.5)
+
+    server = serve(answer)
+    judge = UnifiedRewardPoint(server, sampling=Sampling(passes=2, seed=1, retries=2))
+    output = judge.score(batch_of(0.5))
+    assert output.valid.all()
+    assert sorted(r.body["seed"] for r in serve.running[0].requests) == [1, 2, 3, 4, 5]
+
+
+def test_one_sample_that_cannot_be_read_leaves_the_others_alone(serve):
+    def answer(request):
+        red, green, blue = colours(request.pictures[0])
+        if red < 0.3:
+            return Reply("I cannot judge this", finish="length")
+        if red < 0.5:
+            return Reply(status=500)
+        return "Style: 9" if red < 0.7 else axes(red, green, blue)
+
+    server = serve(answer, attempts=2)
+    batch = batch_of(0.2, 0.4, 0.6, 0.8, 1.0)
+    batch.media[4, 0, 0, 0, 0] = torch.nan
+    output = UnifiedRewardPoint(server, sampling=Sampling(retries=1)).score(batch)
+    assert output.valid.all(1).tolist() == [False, False, False, True, False]
+    assert output.values[[0, 1, 2, 4]].isnan().all()
+    assert "no axis score" in output.reasons[0]
+    assert "cut off at 1024 tokens" in output.reasons[0]
+    assert "HTTP 500" in output.reasons[1]
+    assert "outside [1, 5]" in output.reasons[2]
+    assert "not finite" in output.reasons[4]
+    assert output.extras[0]["texts"] == ["I cannot judge this"]
+
+
+class Careless(ChatJudge):
+    """Reads whatever number there is."""
+
+    def __init__(self, server):
+        super().__init__(
+            RewardSpec("careless", ("x",), "any", (0.0, 1.0), "MIT"), Panel(server, Sampling())
+        )
+
+    def ask(self, sample):
+        return [read_template("yes_no", ("question", "media")).render(question="?", media=[])]
+
+    def read(self, answers):
+        return [float(answers[0].text)]
+
+
+def test_no_judge_can_return_a_score_outside_its_scale(serve):
+    said = iter(["1.5", "-0.1", "1.0"])
+    output = Careless(serve(lambda r: next(said))).score(batch_of(0.5))
+    assert output.values.tolist() == [[1.0]]  # the first two were asked for again
+    output = Careless(serve(lambda r: "inf")).score(batch_of(0.5))
+    assert output.reasons == {0: "its score inf is outside [0, 1]"}
+
+
+def test_an_axis_that_is_missing_is_missing_alone(serve):
+    judge = UnifiedRewardPoint(serve(lambda r: "Alignment: 4\nStyle: 2"))
+    output = judge.score(batch_of(0.5))
+    assert output.valid.tolist() == [[True, False, True]]
+    assert output.reasons == {0: "the judge gave no coherence"}
+
+
+def test_passes_that_fail_do_not_count(serve):
+    def answer(request):
+        return axes(1, 1, 1) if request.body["seed"] % 3 == 0 else "no"
+
+    judge = UnifiedRewardPoint(serve(answer), sampling=Sampling(passes=3, seed=0, retries=0))
+    output = judge.score(batch_of(0.5))
+    assert output.values.tolist() == [[5.0, 5.0, 5.0]]
+    assert output.uncertainty.isnan().all()  # one pass has no deviation
+    assert len(output.extras[0]["missing"]) == 2
+
+
+def test_scores_are_not_asked_for_twice(serve):
+    server = serve(lambda r: axes(*colours(r.pictures[0])), cache="memory")
+    judge = UnifiedRewardPoint(server)
+    first = judge.score(batch_of(0.2, 0.8))
+    assert torch.equal(judge.score(batch_of(0.8, 0.2)).values.flip(0), first.values)
+    assert len(serve.running[0].requests) == 2
+
+
+def test_edits_are_shown_with_their_source_first_and_scored_by_their_weakest_side(serve):
+    server = serve(edit_answer)
+    media = torch.tensor([204, 102, 51])[None, None, :, None, None].expand(1, 1, 3, 4, 4) / 255
+    source = torch.tensor([0, 255, 0])[:, None, None].expand(3, 6, 6) / 255
+    output = EditScore(server).score(MediaBatch(media, ["make it red"], references=[[source]]))
+    # SC text: 25 * 0.8 and 25 * (1 - 0.6); PQ text: 25 * 0.8 and 25 * 0.4.
+    expected = [8.0, 4.0, 4.0, 4.0]
+    assert output.values.tolist() == [pytest.approx(expected)]
+    pair, alone = sorted(serve.running[0].requests, key=lambda r: -len(r.pictures))
+    assert [p.shape for p in pair.pictures] == [(6, 6, 3), (4, 4, 3)]
+    assert "Editing instruction: make it red" in pair.text
+    assert "both from 0 to 25" in pair.text
+    assert "make it red" not in alone.text
+    assert [p.shape for p in alone.pictures] == [(4, 4, 3)]
+
+
+def test_averaging_first_and_last_differ_where_passes_do(serve):
+    def answer(request):
+        score = 25 if (request.body["seed"] == 42) == (len(request.pictures) == 2) else 1
+        return f'{{"reasoning": "", "score": [{score}, {score}]}}'
+
+    batch = batch_of(0.5, references=[[torch.full((3, 4, 4), 0.2)]])
+    server, sampling = serve(answer), Sampling(passes=2, temperature=0.7)
+    found = {
+        reduction: EditScore(server, reduction, sampling=sampling).score(batch).values[0, 3].item()
+        for reduction in ("average_last", "average_first")
+    }
+    assert found["average_last"] == pytest.approx(2.0)  # sqrt(10 * 0.4) both times
+    assert found["average_first"] == pytest.approx(5.2)
+
+
+@pytest.mark.parametrize("judge", [EditScore, lambda s: RationalRewards(s, "edit")])
+def test_an_edit_without_a_usable_source_fails_alone(serve, judge):
+    answer = edit_answer if judge is EditScore else section_answer
+    good, broken = torch.full((3, 4, 4), 0.2), torch.full((3, 4, 4), torch.inf)
+    output = judge(serve(answer)).score(batch_of(0.2, 0.5, 0.8, references=[[good], [], [broken]]))
+    assert output.valid.all(1).tolist() == [True, False, False]
+    assert "source image is missing" in output.reasons[1]
+    assert "not finite" in output.reasons[2]
+
+
+def test_a_section_that_does_not_apply_is_not_valid_and_the_mean_is_of_the_others(serve):
+    text = (
+        "1. Text Faithfulness:\n## Score: 4\n2. Physical and Visual Quality:\n## Score: 9\n"
+        "3. Text Rendering:\n## Score: N/A\n# Summary: fine"
+    )
+    output = RationalRewards(serve(lambda r: text)).score(batch_of(0.5))
+    assert output.valid.tolist() == [[True, True, False, True]]
+    assert output.values[0, [0, 1, 3]].tolist() == [1.0, 1.0, 1.0]  # 9 is clamped to 4
+    assert output.reasons == {0: "the judge gave no text_rendering"}
+    messages = serve.running[0].requests[0].body["messages"]
+    assert [m["role"] for m in messages] == ["system", "user"]
+
+
+def test_a_video_is_shown_at_the_rate_of_the_model(serve):
+    server = serve(video_answer)
+    video = torch.linspace(0.1, 0.9, 33)[None, :, None, None, None].expand(1, 33, 3, 4, 4)
+    batch = MediaBatch(torch.cat([video, video]), ["a", "b"], fps=[8.0, 16.0])
+    output = VideoScore2(server).score(batch)
+    shown = {r.text.partition("prompt: ")[2][0]: len(r.pictures) for r in serve.running[0].requests}
+    assert shown == {"a": 8, "b": 4}  # 33 frames at 8 or 16 per second, looked at twice a second
+    body = serve.running[0].requests[0].body
+    assert (body["logprobs"], body["top_logprobs"]) == (True, 20)
+    red = round(0.1 * 255) / 255
+    assert output.values.tolist() == [pytest.approx([1 + 4 * red] * 3)] * 2
+
+
+def test_a_frame_rate_that_is_none_fails_its_own_sample(serve):
+    batch = batch_of(0.4, 0.6, frames=4, fps=[0.0, 4.0])
+    output = VideoScore2(serve(video_answer), mode="integer").score(batch)
+    assert output.valid.all(1).tolist() == [False, True]
+    assert "frame rate" in output.reasons[0]
+    assert output.values[1].tolist() == [5.0, 5.0, 5.0]
+    assert "logprobs" not in serve.running[0].requests[0].body
+
+
+def test_yes_is_counted_in_every_spelling_per_question(serve):
+    def answer(request):
+        p = {"Yes": math.log(0.2), " yes": math.log(0.4), "NO": math.log(0.2), "well": -1.6}
+        if "dog" in request.text:
+            p = {"No": math.log(0.9), "no": math.log(0.1)}
+        return Reply("Yes", [("Yes", p)])
+
+    judge = YesNo(serve(answer), {"cat": 'Is it "{prompt}"?', "dog": "Is it a dog?"})
+    output = judge.score(batch_of(0.5))
+    assert output.values.tolist() == [[pytest.approx(0.75), 0.0]]
+    texts = {r.text for r in serve.running[0].requests}
+    assert texts == {'Is it "a cat"? Answer Yes or No.', "Is it a dog? Answer Yes or No."}
+    assert {r.body["max_tokens"] for r in serve.running[0].requests} == {1}
+
+
+def test_an_answer_that_is_neither_yes_nor_no_is_a_failure(serve):
+    judge = YesNo(serve(lambda r: Reply("Well", [("Well", {"Well": 0.0})])))
+    output = judge.score(batch_of(0.5))
+    assert not output.valid.any()
+    assert "none of yes, no" in output.reasons[0]
+    silent = YesNo(serve(lambda r: "Yes")).score(batch_of(0.5))
+    assert "no log-probabilities" in silent.reasons[0]
+
+
+def test_levels_are_an_expectation_and_continue_the_sentence(serve):
+    p = {" excellent": math.log(0.3), " Good": math.log(0.1), "bad": math.log(0.1), " a": -0.7}
+    server = serve(lambda r: Reply(" excellent", [(" excellent", p)]))
+    output = Levels(server).score(batch_of(0.5))
+    assert output.values.item() == pytest.approx((0.3 + 0.1 * 0.75) / 0.5)
+    body = serve.running[0].requests[0].body
+    assert body["messages"][-1] == {
+        "role": "assistant", "content": "The quality of the image is"
+    }  # fmt: skip
+    assert body["continue_final_message"]
+    assert not body["add_generation_prompt"]
+    five = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
+    judge = Levels(server, five, beginning="")
+    assert judge.score(batch_of(0.5)).values.item() == pytest.approx(
+        (0.3 * 5 + 0.1 * 4 + 0.1) / 0.5
+    )
+    assert judge.spec.scale == (1.0, 5.0)
+    assert "continue_final_message" not in serve.running[0].requests[-1].body
+
+
+def test_an_assessor_sees_the_shortest_side_at_its_size(serve):
+    server = serve(lambda r: r'<think>hm</think>\boxed{"Whether Normal": false}')
+    output = MagicAssessor(server, side=20).score(MediaBatch(torch.rand(1, 1, 3, 10, 15), ["a"]))
+    assert output.values.tolist() == [[0.0]]
+    assert serve.running[0].requests[0].pictures[0].shape == (20, 30, 3)
+
+
+def test_fingerprints_tell_settings_apart(serve, tmp_path):
+    server = Server("http://127.0.0.1:1/v1", MODEL)
+    own = tmp_path / "own.txt"
+    own.write_text("{media} {prompt}?")
+    check_fingerprints(
+        [
+            UnifiedRewardPoint(server),
+            UnifiedRewardPoint(replace(server, model="other")),
+            UnifiedRewardPoint(server, template=str(own)),
+            UnifiedRewardPoint(server, squash=512),
+            UnifiedRewardPoint(server, form="final"),
+            UnifiedRewardPoint(server, sampling=Sampling(passes=2)),
+            UnifiedRewardPoint(server, sampling=Sampling(temperature=0.5)),
+            EditScore(server),
+            EditScore(server, "average_first"),
+            VideoScore2(server),
+            VideoScore2(server, "upstream"),
+            VideoScore2(server, rate=1.0),
+            YesNo(server),
+            YesNo(server, {"a": "b?"}),
+            Levels(server),
+            Levels(server, beginning=""),
+            MagicAssessor(server),
+            MagicAssessor(server, side=512),
+            RationalRewards(server),
+            RationalRewards(server, "edit"),
+            WinRate(OneReward(server)),
+            WinRate(OneReward(server), "one"),
+            WinRate(OneReward(server, "image fill")),
+            WinRate(UnifiedRewardPair(server)),
+            WinRate(UnifiedRewardPair(server, "think")),
+            WinRate(RationalPair(server)),
+            WinRate(RationalPair(server, "edit")),
+        ]
+    )
+    elsewhere = replace(server, url="http://127.0.0.1:2/v1", concurrency=3, timeout=1.0)
+    one, two = UnifiedRewardPoint(server), UnifiedRewardPoint(elsewhere)
+    assert one.spec.fingerprint() == two.spec.fingerprint()
+
+
+WRONG = {
+    "rate": (lambda s: VideoScore2(s, rate=0.0), "rate is 0.0"),
+    "frames": (lambda s: YesNo(s, frames=0), "frames is 0"),
+    "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
+    "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),
+    "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "small words"),
+    "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
+    "slots": (lambda s: YesNo(s, template="one_reward"), "must have .*question"),
+    "passes": (lambda s: Sampling(passes=0), "passes 0"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG.values(), ids=WRONG)
+def test_wrong_settings_are_refused_by_name_before_anything_is_asked(make, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        make(Server("http://127.0.0.1:1/v1", MODEL))
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_a_choice_that_is_none_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="form is 'axis'; it must be one of axes, final"):
+        check_known("form", "axis", ("axes", "final"))
+
+
+def test_a_template_of_ones_own_may_have_a_system_prompt(tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("Be kind.\n=== user ===\nLook: {media}. Is it {prompt}? {")
+    url = data_url(torch.zeros(3, 2, 2))
+    system, user = read_template(str(path), ("media", "prompt")).render(media=[url], prompt="a {x}")
+    assert system == {"role": "system", "content": "Be kind."}
+    assert user["content"] == [
+        {"type": "text", "text": "Look: "},
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": ". Is it a {x}? {"},
+    ]
+
+
+def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
+    server = serve(lambda r: axes(*colours(r.pictures[0])))
+    settings = {"url": server.url, "model": MODEL, "concurrency": 3}
+    path = tmp_path / "rewards.yaml"
+    judges = [
+        {
+            "class_path": "reward_models.chat.unified_reward.UnifiedRewardPoint",
+            "init_args": {"server": settings, "sampling": {"passes": 2}},
+        },
+        {
+            "class_path": "reward_models.chat.pairs.WinRate",
+            "init_args": {
+                "judge": {
+                    "class_path": "reward_models.chat.one_reward.OneReward",
+                    "init_args": {"server": settings},
+                },
+            },
+        },
+    ]
+    path.write_text(yaml.safe_dump({"rewards": judges}))
+    (point, win_rate), resolved = load_rewards(str(path))
+    assert point.panel.sampling == Sampling(passes=2, max_tokens=512)  # the rest are its defaults
+    assert point.score(batch_of(0.2)).values.tolist() == [[pytest.approx(1.8)] * 3]
+    assert win_rate.spec.needs == ("prompt", "groups")
+    assert "timeout: 120.0" in resolved

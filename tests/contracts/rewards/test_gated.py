@@ -1,0 +1,118 @@
+"""A reward that counts only where another lets a sample through."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowalign.rewards.config import load_rewards
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.gated import Gated
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+
+class Channel(RewardModel, Loadable):
+    """Mean of one channel; none for a sample whose channel is black."""
+
+    def __init__(self, name, channel, modality="any", needs=(), scale=(0.0, 2.0)):
+        self.channel, self.asked, self.loads = channel, [], 0
+        self.spec = RewardSpec(
+            name, (name, f"{name}_twice"), modality, scale, "MIT", False, needs, "none", "3"
+        )
+
+    def load(self):
+        self.loads += 1
+
+    def score(self, batch):
+        failed = self.spec.screen(batch)
+        self.asked += list(batch.prompts)
+        level = batch.media[:, :, self.channel].mean((1, 2, 3))
+        failed |= {i: f"no {self.spec.name}" for i, v in enumerate(level.tolist()) if v == 0}
+        return RewardOutput.build(self.spec, torch.stack([level, 2 * level], 1), failed)
+
+
+RED, GREEN = Channel("red", 0, scale=(-0.5, 2.0)), Channel("green", 1, scale=(0.0, 3.0))
+
+
+def painted(*colours: tuple[float, float]) -> MediaBatch:
+    media = torch.tensor([[r, g, 0.5] for r, g in colours])[:, None, :, None, None]
+    return MediaBatch(media.repeat(1, 2, 1, 4, 5), [f"p{i}" for i in range(len(colours))])
+
+
+def test_below_the_floor_the_reward_is_the_lowest_of_its_scale_and_not_asked():
+    red = Channel("red", 0, scale=(-0.5, 2.0))
+    model = Gated(red, GREEN, "green_twice", 0.8)
+    batch = painted((0.9, 0.1), (0.3, 0.7), (0.2, 0.4), (0.6, 0.39))
+    output = model.score(batch)
+    assert model.spec.dims == ("green", "green_twice", "red", "red_twice")
+    assert_close(output.values[:, 0], torch.tensor([0.1, 0.7, 0.4, 0.39]))
+    wanted = [[-0.5, -0.5], [0.3, 0.6], [0.2, 0.4], [-0.5, -0.5]]
+    assert_close(output.values[:, 2:], torch.tensor(wanted))
+    assert red.asked == ["p1", "p2"]
+    given = Gated(red, GREEN, "green", 0.5, below=-7.0).score(batch).values[:, 2]
+    assert_close(given, torch.tensor([-7, 0.3, -7, -7]))
+
+
+def test_a_failure_of_either_is_a_failure_and_not_a_closed_gate():
+    batch = painted((0.9, 0.0), (0.0, 0.7), (0.0, 0.2), (0.6, 0.8))
+    output = Gated(RED, GREEN, "green", 0.5).score(batch)
+    assert output.valid.all(1).tolist() == [False, False, True, True]
+    assert output.values[:2].isnan().all()
+    assert output.reasons == {0: "no green", 1: "no red"}
+
+
+def test_it_keeps_the_contract_of_rewards():
+    batch = example_batch(5, frames=2)
+    levels = batch.media[:, :, 1].mean((1, 2, 3)).sort().values.tolist()
+    check_contract(Gated(RED, GREEN, "green", (levels[1] + levels[2]) / 2), batch)
+    needs = Gated(
+        Channel("red", 0, needs=("prompt",)), Channel("g", 1, "video", ("fps",)), "g", 0.4
+    )
+    assert needs.spec.modality == "video"
+    assert needs.spec.needs == ("fps", "prompt")
+    check_contract(needs, replace(batch, fps=[8.0] * 5))
+
+
+def test_every_part_enters_the_fingerprint():
+    check_fingerprints(
+        [Gated(RED, GREEN, "green", 0.5), Gated(GREEN, RED, "red", 0.5),
+         Gated(RED, GREEN, "green_twice", 0.5), Gated(RED, GREEN, "green", 0.4),
+         Gated(RED, GREEN, "green", 0.5, below=-1.0)]
+    )  # fmt: skip
+
+
+def test_both_are_loaded():
+    reward, gate = Channel("red", 0), Channel("green", 1)
+    Gated(reward, gate, "green", 0.5).load()
+    assert (reward.loads, gate.loads) == (1, 1)
+
+
+def test_what_it_cannot_use_is_refused():
+    with pytest.raises(ValueError, match="'blue'; green has green, green_twice"):
+        Gated(RED, GREEN, "blue", 0.5)
+    endless = Channel("endless", 0, scale=(-math.inf, math.inf))
+    with pytest.raises(ValueError, match="below -inf; both must be finite"):
+        Gated(endless, GREEN, "green", 0.5)
+    assert Gated(endless, GREEN, "green", 0.5, below=-3.0).spec.scale == (-math.inf, math.inf)
+    with pytest.raises(ValueError, match="floor of Gated is nan"):
+        Gated(RED, GREEN, "green", math.nan)
+    with pytest.raises(ValueError, match="red scores images, green videos"):
+        Gated(Channel("red", 0, "image"), Channel("green", 1, "video"), "green", 0.5)
+
+
+def test_it_is_built_from_a_file(tmp_path):
+    file = tmp_path / "rewards.yaml"
+    file.write_text("""
+rewards:
+- class_path: reward_models.gated.Gated
+  init_args:
+    reward: {class_path: reward_models.motion.FlowSmoothness}
+    gate: {class_path: reward_models.motion.DynamicDegree}
+    dim: motion
+    floor: 6.0
+""")
+    (model,), _ = load_rewards(str(file))
+    assert model.spec.dims == ("dynamic", "motion", "smoothness")
+    assert model.spec.needs == ("fps",)

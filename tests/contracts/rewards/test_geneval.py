@@ -1,0 +1,277 @@
+"""GenEval and counting: rules against the reference, detectors on pictures."""
+
+import json
+
+import pytest
+import torch
+from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+from flowalign.types import MediaBatch
+from reward_models.counting import Counting
+from reward_models.detection import Detection, Detector, ShapesDetector, TransformersDetector
+from reward_models.geneval import Clause, GenEval, clauses, correct, graded, kept, relations
+from reward_models.rule import Unscorable
+from reward_models.shapes import parse
+from tests.fixtures.golden import GOLDEN, load
+from tests.fixtures.reward_contract import check_contract, check_fingerprints
+
+CASES = json.loads((GOLDEN / "H_geneval.json").read_text())["values"]["cases"]
+WRONG_PLACE = 22
+"""The one recorded case of a wrong relation, where the reference adds a 1 after the 0."""
+
+
+def detections(case) -> list[Detection]:
+    colours = case["colors_in_box_order"]
+    return [
+        Detection(label, score, tuple(box), colours[label][k])
+        for label, rows in case["detections"].items()
+        for k, (*box, score) in enumerate(rows)
+    ]
+
+
+def judged(case) -> tuple[float, float, float]:
+    metadata = case["metadata"]
+    include, exclude = clauses(metadata, "include"), clauses(metadata, "exclude")
+    threshold = 0.9 if metadata["tag"] == "counting" else 0.3
+    found = kept(detections(case), threshold, 16)
+    assert {label: len(objects) for label, objects in found.items()} == case["kept"]
+    strict, dense = graded(include, exclude, found)
+    return strict, float(correct(include, exclude, found)), dense
+
+
+def test_the_rules_are_those_of_the_reference_but_for_its_bonus_for_a_wrong_place():
+    golden = load("H_geneval")
+    expected = torch.stack([golden["strict_rewards"], golden["rewards"], golden["scores"]], 1)
+    measured = torch.tensor([judged(case) for case in CASES], dtype=torch.float64)
+    same = [i for i in range(len(CASES)) if i != WRONG_PLACE]
+    assert torch.equal(measured[same], expected.double()[same])
+
+
+def test_a_wrong_place_gives_nothing_where_the_reference_gives_a_part():
+    case = CASES[WRONG_PLACE]
+    assert case["metadata"]["tag"] == "position"
+    assert case["dense_score"] == 3 / 4  # two right numbers, 0 for the place, and the bonus
+    assert judged(case) == (0, 0, 2 / 3)
+
+
+def at(x: float, y: float, label: str = "cat", score: float = 0.5, colour: str | None = None):
+    return Detection(label, score, (x - 5.0, y - 10.0, x + 5.0, y + 10.0), colour)
+
+
+def test_positions_by_hand():
+    centre = at(100, 100)
+    assert relations(at(60, 100), centre) == {"left of"}
+    assert relations(at(140, 100), centre) == {"right of"}
+    assert relations(at(100, 50), centre) == {"above"}
+    assert relations(at(100, 150), centre) == {"below"}
+    assert relations(at(150, 150), centre) == {"right of", "below"}
+    assert relations(at(101, 103), centre) == set()  # within a tenth of both sizes: 2 and 4 pixels
+    assert relations(at(140, 122), centre) == {"right of"}  # (22 - 4) / 45.7 is less than a half
+
+
+def test_only_the_surest_objects_above_the_threshold_are_kept():
+    found = kept([at(0, 0, score=s) for s in (0.4, 0.9, 0.3, 0.6)] + [at(0, 0, "dog", 0.2)], 0.3, 2)
+    assert {label: [d.score for d in objects] for label, objects in found.items()} == {
+        "cat": [0.9, 0.6]
+    }
+
+
+def test_the_original_rule_looks_at_the_surest_and_the_strict_one_at_all():
+    red = [Clause("cat", 1, "red")]
+    found = kept([at(0, 0, score=0.9, colour="red"), at(50, 0, score=0.8, colour="blue")], 0.3, 16)
+    assert correct(red, [], found)
+    assert graded(red, [], found) == (0, 0)
+    swapped = kept([at(0, 0, score=0.8, colour="red"), at(9, 0, score=0.9, colour="blue")], 0.3, 16)
+    assert not correct(red, [], swapped)
+
+
+def test_what_is_excluded_must_be_absent_from_both_rules():
+    found = kept([at(0, 0), at(30, 0, "dog")], 0.3, 16)
+    for rule in (correct, lambda *args: graded(*args)[0] == 1):
+        assert rule([Clause("cat", 1)], [], found)
+        assert not rule([Clause("cat", 1)], [Clause("dog", 1)], found)
+        assert rule([Clause("cat", 1)], [Clause("dog", 2)], found)
+
+
+@pytest.mark.parametrize(
+    "include",
+    [
+        "cat", ["cat"], [{"count": 1}], [{"class": "cat", "count": 0}],
+        [{"class": "cat", "count": 1, "position": ["left of", 0]}],
+        [{"class": "cat"}, {"class": "dog", "position": ["near", 0]}],
+    ],
+)  # fmt: skip
+def test_metadata_that_breaks_the_schema_cannot_be_scored(include):
+    with pytest.raises(Unscorable, match="metadata"):
+        clauses({"include": include}, "include")
+
+
+class Told(Detector):
+    """Finds what it was told: the level of the top left pixel is an index into `findings`."""
+
+    version, names_colours = "told", True
+
+    def __init__(self, *findings: list[Detection]):
+        self.findings = findings
+
+    def load(self) -> None: ...
+
+    def classes(self):
+        return frozenset({"cat", "dog"})
+
+    def detect(self, picture):
+        return self.findings[round(picture[0, 0, 0].item() * 255)]
+
+
+def marked(*levels: int) -> torch.Tensor:
+    return (torch.tensor(levels) / 255)[:, None, None, None, None].expand(-1, 1, 3, 6, 9).clone()
+
+
+TWO_CATS = {"tag": "counting", "include": [{"class": "cat", "count": 2}]}
+
+
+def test_counting_asks_for_more_certainty():
+    sure, unsure = [at(0, 0, score=0.95), at(50, 0, score=0.95)], [at(0, 0), at(50, 0)]
+    model = GenEval(Told(sure, unsure))
+    other = TWO_CATS | {"tag": "single_object"}
+    output = model.score(MediaBatch(marked(0, 1, 1), [""] * 3, [TWO_CATS, TWO_CATS, other]))
+    assert output.values.tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 1]]
+    assert [extra["found"] for extra in output.extras] == [{"cat": 2}, {}, {"cat": 2}]
+
+
+def test_the_rewards_keep_the_contract():
+    told = Told(*([at(30 * k, 0, score=0.95) for k in range(n)] for n in range(5)))
+    batch = MediaBatch(marked(1, 2, 3, 4), [""] * 4, [TWO_CATS] * 4)
+    check_contract(GenEval(told), batch)
+    check_contract(Counting(told), batch)
+    assert Counting(told).score(batch).values.tolist() == [[0.5, 0], [1, 1], [0.5, 0], [0, 0]]
+    assert GenEval(told).score(batch).values[:, 2].tolist() == [0.5, 1, 0.5, 0]
+    check_fingerprints(
+        [GenEval(told), GenEval(told, threshold=0.4), GenEval(told, counting_threshold=0.8),
+         GenEval(told, max_objects=8), Counting(told), Counting(told, threshold=0.8)]
+    )  # fmt: skip
+
+
+def test_settings_with_which_nothing_is_found_are_refused():
+    for wrong in ({"threshold": 1.0}, {"max_objects": 0}):
+        for model in (GenEval, Counting):
+            with pytest.raises(ValueError, match=f"of {model.__name__} must be"):
+                model(Told(), **wrong)
+    with pytest.raises(ValueError, match=r"\[0\.3, 30\.0\] of GenEval"):
+        GenEval(Told(), counting_threshold=30.0)
+
+
+def test_a_dense_score_far_below_zero_is_within_the_scale():
+    many = [at(30 * k, 0, score=0.95) for k in range(40)]
+    model = GenEval(Told(many))
+    one = {"tag": "counting", "include": [{"class": "cat", "count": 1}]}
+    value = model.score(MediaBatch(marked(0), [""], [one])).values[0, 2]
+    assert value == model.spec.scale[0] == -14
+    counted = Counting(Told(many)).score(MediaBatch(marked(0), [""], [one]))
+    assert counted.values.tolist() == [[0, 0]]
+
+
+def test_what_the_detector_cannot_see_makes_a_row_invalid_and_no_other():
+    told = Told([at(0, 0)])
+    metadata = [{"include": [{"class": "car"}]}, {"include": [{"class": "cat"}]}, {}]
+    for model in (GenEval(told), Counting(told, threshold=0.1)):
+        output = model.score(MediaBatch(marked(0, 0, 0), [""] * 3, metadata))
+        assert output.valid.all(1).tolist() == [False, True, False]
+        assert "knows no car" in output.reasons[0]
+        assert "include" in output.reasons[2]
+    told.names_colours = False
+    red = {"include": [{"class": "cat", "color": "red"}]}
+    assert "colour" in GenEval(told).score(MediaBatch(marked(0), [""], [red])).reasons[0]
+
+
+def asked(prompt: str) -> dict:
+    """GenEval's metadata of a prompt of the shapes world."""
+    scene = parse(prompt)
+    if scene.relation is None:
+        (colour, shape), count = scene.objects[0], len(scene.objects)
+        return {"tag": "colors", "include": [{"class": shape, "count": count, "color": colour}]}
+    (first, second), include = scene.objects, []
+    include.append({"class": second[1], "count": 1, "color": second[0]})
+    place = [scene.relation, 0]
+    include.append({"class": first[1], "count": 1, "color": first[0], "position": place})
+    return {"tag": "position", "include": include}
+
+
+def test_pictures_of_the_shapes_world_satisfy_their_prompts_and_no_other():
+    from world import render
+
+    prompts = [
+        "a red circle", "two blue squares", "three green triangles",
+        "a yellow triangle left of a white square", "a purple circle above a green triangle",
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(3)
+    media = torch.stack([render(p, generator) for p in prompts])[:, None]
+    model = GenEval(ShapesDetector())
+    own = model.score(MediaBatch(media, prompts, [asked(p) for p in prompts]))
+    assert (own.values == 1).all()
+    others = prompts[1:] + prompts[:1]
+    crossed = model.score(MediaBatch(media, others, [asked(p) for p in others]))
+    assert crossed.valid.all()
+    assert (crossed.values[:, :2] == 0).all()
+    mirrored = model.score(MediaBatch(media.flip(-1)[3:4], prompts[3:4], [asked(prompts[3])]))
+    assert mirrored.values[0].tolist() == pytest.approx([0, 0, 0.8])
+
+
+def test_boxes_of_the_shapes_world_are_in_pixels():
+    picture = torch.tensor([20.0, 20, 28])[:, None, None].repeat(1, 32, 32) / 255
+    picture[:, 8:20, 3:13] = torch.tensor([235.0, 235, 235])[:, None, None] / 255
+    (found,) = ShapesDetector().detect(picture)
+    assert (found.label, found.colour, found.box) == ("square", "white", (3, 8, 13, 20))
+
+
+@pytest.fixture(scope="module")
+def yolos(tmp_path_factory):
+    """A tiny random detector in a folder, and its network."""
+    folder = tmp_path_factory.mktemp("yolos")
+    torch.manual_seed(5)
+    names = {0: "cat", 1: "dog", 2: "cup"}
+    config = YolosConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        image_size=[48, 64], patch_size=16, num_detection_tokens=6, id2label=names,
+        label2id={name: i for i, name in names.items()},
+    )  # fmt: skip
+    network = YolosForObjectDetection(config).eval()
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.4)
+    network.save_pretrained(folder)
+    YolosImageProcessor(size={"height": 48, "width": 64}, do_pad=False).save_pretrained(folder)
+    return folder, network
+
+
+def test_a_detector_of_transformers_gives_the_boxes_of_its_network(yolos):
+    folder, network = yolos
+    detector = TransformersDetector(str(folder), least=0.0)
+    detector.load()
+    assert detector.classes() == {"cat", "dog", "cup"}
+    picture = torch.rand(3, 48, 64, generator=torch.Generator().manual_seed(1))
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    with torch.no_grad():
+        output = network(((picture - mean[:, None, None]) / std[:, None, None])[None])
+    scores, labels = output.logits[0].softmax(-1)[:, :-1].max(-1)
+    cx, cy, w, h = output.pred_boxes[0].unbind(-1)
+    boxes = torch.stack([cx - w / 2, cy - h / 2, cx + w / 2, cy + h / 2], 1)
+    found = detector.detect(picture)
+    assert [d.label for d in found] == [["cat", "dog", "cup"][i] for i in labels]
+    assert [d.score for d in found] == pytest.approx(scores.tolist(), abs=1e-5)
+    expected = boxes * torch.tensor([64.0, 48, 64, 48])
+    torch.testing.assert_close(torch.tensor([d.box for d in found]), expected, atol=1e-3, rtol=0)
+    strict = TransformersDetector(str(folder), least=float(scores.median()))
+    assert 0 < len(strict.detect(picture)) < len(found)
+
+
+def test_a_detector_with_a_wrong_checkpoint_is_refused(yolos, tmp_path):
+    folder, network = yolos
+    broken = YolosForObjectDetection(network.config)
+    state = {k: v for k, v in network.state_dict().items() if "bbox_predictor" not in k}
+    broken.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match="bbox_predictor"):
+        TransformersDetector(str(tmp_path)).load()
+    with pytest.raises(ValueError, match="no such folder"):
+        TransformersDetector(str(tmp_path / "none")).load()
+    with pytest.raises(ValueError, match="least"):
+        TransformersDetector(str(folder), least=1.0)

@@ -1,0 +1,165 @@
+"""HPSv3 against its original code, and what every reward promises."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flowalign.types import MediaBatch
+from reward_models import hpsv3
+from reward_models.hpsv3 import HPSv3
+from reward_models.pixels import resized
+from tests.contracts.rewards.test_qwen2_vl import check_small_steps
+from tests.fixtures.golden import GOLDEN, load
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+torch.set_num_threads(1)
+FOLDER = GOLDEN / "H_hpsv3"
+RECORDED = load("H_hpsv3_io")
+PROMPTS = json.loads((GOLDEN / "H_hpsv3_io.json").read_text())["values"]["prompts"]
+
+
+def tiny(checkpoint=FOLDER, **kwargs):
+    kwargs = {"dtype": "float32", "device": "cpu"} | kwargs
+    return HPSv3(str(checkpoint), str(FOLDER / "base"), **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = tiny()
+    model.load()
+    return model
+
+
+def recorded(i, prompt=None):
+    picture = RECORDED[f"image{i}"].permute(2, 0, 1)[None, None].float() / 255
+    return MediaBatch(picture, [prompt or PROMPTS[i]])
+
+
+def outputs(model, i):
+    output = model.score(recorded(i))
+    assert output.uncertainty is not None
+    return torch.cat([output.values[0], output.uncertainty[0].log()])
+
+
+@pytest.mark.parametrize("i", range(3))
+def test_mean_and_uncertainty_are_those_of_the_original(model, i):
+    torch.testing.assert_close(outputs(model, i), RECORDED["logits"][i], atol=2e-5, rtol=0)
+
+
+def test_tokens_and_pixels_are_those_of_the_original(model):
+    chats = [model._chat(recorded(i), 0) for i in range(3)]
+    for i, chat in enumerate(chats):
+        length = int(RECORDED["attention_mask"][i].sum())
+        assert chat.ids == RECORDED["input_ids"][i, :length].tolist()
+        assert list(chat.grid) == RECORDED["image_grid_thw"][i].tolist()
+    torch.testing.assert_close(chats[0].patches[:8], RECORDED["pixel_head"], atol=1e-6, rtol=0)
+    total = sum(chat.patches.double().sum(0) for chat in chats)
+    torch.testing.assert_close(total, RECORDED["pixel_sum"], atol=1e-3, rtol=0)
+
+
+def test_positions_of_three_axes_give_other_scores():
+    wrong = tiny(position_mode="mrope")
+    got = outputs(wrong, 2)
+    torch.testing.assert_close(got, RECORDED["logits_mrope"][2], atol=2e-5, rtol=0)
+    assert (got - RECORDED["logits"][2]).abs().max() > 0.3
+
+
+def test_what_every_reward_promises(monkeypatch):
+    monkeypatch.setattr(hpsv3, "INSTRUCTION", "\nRate {prompt}: <|Reward|>\n")
+    monkeypatch.setattr(hpsv3, "PIXELS", 4 * 28 * 28)
+    model, batch = tiny(), example_batch(3)
+    check_contract(model, batch, rtol_gradient=1)  # the sign; the size is checked without rounding
+    monkeypatch.setattr(hpsv3, "resized", lambda x, h, w, quantised: resized(x, h, w))
+    check_small_steps(model, batch)
+
+
+def test_a_failed_row_does_not_move_the_uncertainties_of_the_others(model, monkeypatch):
+    monkeypatch.setattr(model, "batch_size", 1)
+    picture = recorded(0).media
+    batch = MediaBatch(
+        torch.cat([picture] * 4), ["<|image_pad|>", PROMPTS[0], "a <|Reward|>", "a lion"]
+    )
+    output = model.score(batch)
+    assert output.valid[:, 0].tolist() == [False, True, False, True]
+    assert output.reasons == {
+        0: "its prompt contains the special token <|image_pad|>",
+        2: "its prompt contains the special token <|Reward|>",
+    }
+    assert output.uncertainty.isnan()[:, 0].tolist() == [True, False, True, False]
+    expected = RECORDED["logits"][0]
+    assert output.values[1, 0].item() == pytest.approx(expected[0].item(), abs=2e-5)
+    assert output.uncertainty[1, 0].log().item() == pytest.approx(expected[1].item(), abs=2e-5)
+    assert output.uncertainty[3] != output.uncertainty[1]
+
+
+def test_a_ribbon_is_a_failure_with_a_reason(model):
+    output = model.score(MediaBatch(torch.rand(2, 1, 3, 1, 201), ["a", "b"]))
+    assert not output.valid.any()
+    assert "over 200 times" in output.reasons[1]
+
+
+def test_half_precision_keeps_positions_and_head_exact(model):
+    half = tiny(dtype="bfloat16")
+    half.load()
+    dtypes = {name: value.dtype for name, value in half.network.named_parameters()}
+    assert {v for k, v in dtypes.items() if k.startswith("backbone")} == {torch.bfloat16}
+    assert {v for k, v in dtypes.items() if k.startswith("head")} == {torch.float32}
+    assert {b.dtype for b in half.network.buffers()} == {torch.float32}
+    assert outputs(half, 0)[0].item() == pytest.approx(outputs(model, 0)[0].item(), abs=0.05)
+
+
+def rewritten(tmp_path, change):
+    tensors = load_file(FOLDER / "HPSv3.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "HPSv3.safetensors")
+    return tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("rm_head.3.bias"), r"1 missing: head\.3\.bias"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"missing: .*layers\.1\.mlp\.up"),
+        (lambda t: t.update(extra=torch.ones(2)), "1 unexpected: extra"),
+        (
+            lambda t: t.update({"model.layer.0": t.pop("model.norm.weight")}),
+            r"1 missing: backbone\.language_model\.norm(.|\n)*1 unexpected: .*layer\.0",
+        ),
+        (lambda t: t["visual.merger.mlp.0.bias"].fill_(torch.nan), r"not finite: .*mlp\.0\.bias"),
+        (
+            lambda t: t.update({"model.embed_tokens.weight": torch.zeros(264, 48)}),
+            "of another shape: .*embed_tokens",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        rewritten(tmp_path, change).load()
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_a_single_file_and_a_folder_are_both_checkpoints(model, tmp_path):
+    shutil.copy(FOLDER / "HPSv3.safetensors", tmp_path / "mine.safetensors")
+    assert torch.equal(outputs(tiny(tmp_path / "mine.safetensors"), 1), outputs(model, 1))
+
+
+def test_a_hub_name_without_a_hub_is_refused(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="Qwen/Qwen2-VL-7B-Instruct is no local path"):
+        HPSv3().load()
+    with pytest.raises(ValueError, match="MizzenAI/HPSv3 is no local path"):
+        HPSv3(base=str(FOLDER / "base")).load()
+
+
+def test_fingerprints_tell_weights_and_settings_apart(tmp_path):
+    def smaller(tensors):
+        tensors["rm_head.5.bias"] -= 1
+
+    other = rewritten(tmp_path, smaller)
+    check_fingerprints([tiny(), other, tiny(position_mode="mrope"), tiny(dtype="bfloat16")])
+    assert tiny().spec.fingerprint() == tiny(batch_size=1, offload=True).spec.fingerprint()
+    assert math.isinf(tiny().spec.scale[1])

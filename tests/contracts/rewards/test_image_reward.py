@@ -1,0 +1,138 @@
+"""ImageReward: the original's numbers from the original's file, and nothing unaccounted for."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from flowalign.types import MediaBatch
+from reward_models.checkpoints import renamed, without_memory
+from reward_models.image_reward import RENAMES, SIZES, ImageReward, ImageRewardNetwork
+from tests.fixtures.golden import GOLDEN
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+FOLDER = GOLDEN / "H_imagereward"
+RECORDED = load_file(GOLDEN / "H_imagereward_io.safetensors")
+PROMPTS = json.loads((GOLDEN / "H_imagereward_io.json").read_text())["values"]["prompts"]
+
+
+def picture(i):
+    return RECORDED[f"image{i}"].permute(2, 0, 1)[None, None].float() / 255
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = ImageReward(str(FOLDER), str(FOLDER), device="cpu")
+    model.load()
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(FOLDER, tmp_path / "checkpoint"))
+
+
+def rewritten(folder, change):
+    path = folder / "ImageReward.pt"
+    tensors = torch.load(path, weights_only=True)
+    change(tensors)
+    torch.save(tensors, path)
+    return ImageReward(str(folder), str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("i", range(4))
+@pytest.mark.parametrize("p", range(2))
+def test_scores_are_those_of_the_original_code(model, p, i):
+    score = model.score(MediaBatch(picture(i), [PROMPTS[p]])).values[0, 0]
+    assert float(score) == pytest.approx(float(RECORDED["scores"][p, i]), abs=2e-5)
+
+
+def test_the_differentiable_path_gives_the_recorded_scores_too(model):
+    for i in range(4):
+        media = picture(i).requires_grad_()
+        score = model.score(MediaBatch(media, [PROMPTS[0]])).values[0, 0]
+        assert score.requires_grad
+        assert score.item() == pytest.approx(float(RECORDED["score_gard"][i]), abs=2e-5)
+
+
+def test_a_long_prompt_is_cut_where_the_original_cuts_it(model):
+    score = model.score(MediaBatch(picture(0), ["the cat " * 40])).values[0, 0]
+    assert float(score) == pytest.approx(float(RECORDED["long_prompt_score"]), abs=2e-5)
+
+
+def test_the_contract_of_rewards_holds(model):
+    check_contract(model, example_batch())
+
+
+def test_a_video_scores_the_mean_of_its_frames(model):
+    batch = example_batch(num_samples=2, frames=3)
+    frames = [
+        model.score(MediaBatch(batch.media[:, k : k + 1], batch.prompts)).values for k in range(3)
+    ]
+    torch.testing.assert_close(model.score(batch).values, torch.stack(frames).mean(0))
+
+
+def test_the_prompt_matters(model):
+    first, second = (model.score(MediaBatch(picture(0), [p])).values for p in PROMPTS)
+    assert not torch.allclose(first, second, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda t: t.update({"mlp.layers.9.bias": t.pop("mlp.layers.7.bias")}), "head.layers.9"),
+        (lambda t: t.pop("blip.visual_encoder.norm.bias"), "vision.post_layernorm.bias"),
+        (lambda t: t["mlp.layers.0.weight"].fill_(torch.nan), "head.layers.0.weight"),
+        (lambda t: t.update(surprise=torch.zeros(1)), "unexpected: surprise"),
+        (
+            lambda t: t.pop("blip.text_encoder.embeddings.word_embeddings.weight"),
+            "no word embeddings",
+        ),
+    ],
+)
+def test_a_checkpoint_that_does_not_account_for_every_key_is_refused(folder, change, named):
+    with pytest.raises(ValueError, match=re.escape(named)) as caught:
+        rewritten(folder, change).load()
+    assert "ImageReward.pt" in str(caught.value)
+
+
+def test_contrastive_projections_and_positions_may_be_there_or_not(folder, model):
+    def drop(tensors):
+        for key in [k for k in tensors if "_proj." in k and "encoder" not in k]:
+            del tensors[key]
+        del tensors["blip.text_encoder.embeddings.position_ids"]
+
+    batch = MediaBatch(picture(0), [PROMPTS[1]])
+    assert torch.equal(rewritten(folder, drop).score(batch).values, model.score(batch).values)
+
+
+def test_the_default_sizes_are_blip_large_under_the_same_key_names():
+    med = {
+        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+        "num_attention_heads": 12, "max_position_embeddings": 512, "layer_norm_eps": 1e-12,
+    }  # fmt: skip
+    with without_memory():
+        large = ImageRewardNetwork(SIZES, med, 30524).state_dict()
+    tiny = renamed(torch.load(FOLDER / "ImageReward.pt", weights_only=True), RENAMES)
+    unnumbered = [
+        {re.sub(r"\b(layers?)\.\d+\.(?!weight|bias)", r"\1.N.", k) for k in names}
+        for names in (large, tiny)
+    ]
+    unused = {"text.embeddings.position_ids"} | {
+        f"blip.{tower}_proj.{kind}" for tower in ("vision", "text") for kind in ("weight", "bias")
+    }
+    assert unnumbered[1] - unnumbered[0] == unused
+    assert unnumbered[0] <= unnumbered[1]
+    assert large["vision.embeddings.position_embedding"].shape == (1, 197, 1024)
+    assert large["vision.encoder.layers.23.mlp.fc1.weight"].shape == (4096, 1024)
+    assert large["text.encoder.layer.11.crossattention.self.key.weight"].shape == (768, 1024)
+    assert large["head.layers.0.weight"].shape == (1024, 768)
+
+
+def test_weights_decide_the_fingerprint(folder):
+    other = rewritten(folder, lambda t: t["mlp.layers.7.bias"].add_(1))
+    check_fingerprints([ImageReward(str(FOLDER), str(FOLDER)), other, ImageReward()])

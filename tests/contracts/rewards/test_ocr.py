@@ -1,0 +1,156 @@
+"""The OCR reward: its rules against the reference, its engine on rendered text."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+from flowalign.rewards.config import load_rewards
+from flowalign.types import MediaBatch
+from flowalign.utils.errors import ConfigError
+from reward_models.ocr import (
+    OCR,
+    RapidOCR,
+    TextReader,
+    character_accuracy,
+    contained,
+    exact,
+    levenshtein,
+    squeezed,
+    target_text,
+)
+from reward_models.rule import Unscorable
+from tests.fixtures.golden import GOLDEN
+from tests.fixtures.reward_contract import check_contract, check_fingerprints
+
+CASES = json.loads((GOLDEN / "H_ocr.json").read_text())["values"]["cases"]
+RAISES = {"a cup that says 'Tea'", "no quotes here", '""'}
+"""Prompts without a target: flow_grpo raises, UniRL falls back to single quotes or the prompt."""
+
+
+class Told(TextReader):
+    """Reads what it was told: the level of the top left pixel is an index into `texts`."""
+
+    version = "told"
+
+    def __init__(self, *texts: list[str]):
+        self.texts, self.loaded = texts, 0
+
+    def load(self) -> None:
+        self.loaded += 1
+
+    def read(self, picture):
+        return self.texts[picture[0, 0, 0]]
+
+
+def marked(*frames: list[int]) -> torch.Tensor:
+    """Samples whose frames carry these indices for `Told`."""
+    return (torch.tensor(frames) / 255)[:, :, None, None, None].expand(-1, -1, 3, 6, 9).clone()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["prompt"])
+def test_the_contained_rule_is_that_of_flow_grpo_wherever_flow_grpo_has_a_score(case):
+    reading = squeezed("".join(case["recognised_lines"]))
+    if case["prompt"] in RAISES:
+        assert case["flow_grpo"].startswith("raises")
+        with pytest.raises(Unscorable):
+            target_text(case["prompt"], {})
+        return
+    target = target_text(case["prompt"], {})
+    assert target == case["unirl_target"]
+    for reference in ("flow_grpo", "unirl"):
+        assert contained(squeezed(target), reading) == pytest.approx(case[reference], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "edits"),
+    [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("flaw", "lawn", 2), ("ab", "ba", 2),
+     ("same", "same", 0)],
+)  # fmt: skip
+def test_levenshtein_by_hand(a, b, edits):
+    assert levenshtein(a, b) == levenshtein(b, a) == edits
+
+
+def test_the_three_modes_differ_on_surplus_text():
+    assert contained("open", "xxopenyy") == 1
+    assert character_accuracy("open", "openy") == 0.75
+    assert character_accuracy("open", "xxopenyyzz") == 0
+    assert (exact("open", "openy"), exact("open", "open")) == (0, 1)
+
+
+def test_metadata_says_the_target_before_the_prompt_does():
+    assert target_text('a sign "one"', {"text": "two"}) == "two"
+    assert target_text("a sign “one” and more", {}) == "one"
+    for empty in (" ", "", 7, None):
+        with pytest.raises(Unscorable):
+            target_text('a sign "one"', {"text": empty})
+
+
+def test_a_sample_without_a_target_is_invalid_and_the_others_are_not():
+    model = OCR(Told([], ["Hello", "wrld"]))
+    output = model.score(MediaBatch(marked([1], [1], [0]), ['"Hello World"', "no text", '"abc"']))
+    assert output.values[[0, 2], 0].tolist() == pytest.approx([0.9, 0])
+    assert output.valid[:, 0].tolist() == [True, False, True]
+    assert "quotes" in output.reasons[1]
+    assert output.extras[0] == {"target": "Hello World", "read": ["Hellowrld"]}
+
+
+@pytest.mark.parametrize(("over", "expected"), [("mean", 0.5), ("max", 1.0)])
+def test_a_video_scores_the_mean_or_the_best_of_its_frames(over, expected):
+    model = OCR(Told([], ["abc"], ["abd"]), mode="exact", over=over)
+    assert model.score(MediaBatch(marked([1, 2, 0, 1]), ['"abc"'])).values.item() == expected
+
+
+def test_a_long_video_is_read_at_evenly_spaced_frames_with_both_ends():
+    model = OCR(Told(*([str(i)] for i in range(9))), num_frames=3)
+    output = model.score(MediaBatch(marked(list(range(9))), ['"x"']))
+    assert output.extras[0]["read"] == ["0", "4", "8"]
+
+
+def test_the_reward_keeps_the_contract():
+    model = OCR(Told([], ["abc"], ["abx"], ["a"]))
+    check_contract(model, MediaBatch(marked([0], [1], [2], [3]), ['"abc"'] * 4))
+    model.load()
+    assert model.reader.loaded == 1
+
+
+def test_settings_enter_the_fingerprint_and_wrong_ones_are_refused():
+    sure = OCR(RapidOCR(confidence=0.8))
+    check_fingerprints([OCR(), OCR(mode="cer"), OCR(over="max"), OCR(num_frames=2), sure])
+    with pytest.raises(ValueError, match="num_frames of OCR is 0"):
+        OCR(num_frames=0)
+    with pytest.raises(ValueError, match="confidence"):
+        RapidOCR(confidence=1.5)
+
+
+def test_it_is_built_from_a_dotted_path_and_from_yaml(tmp_path):
+    (model,), resolved = load_rewards("reward_models.ocr.OCR")
+    assert model.spec.dims == ("contained",)
+    assert "mode: contained" in resolved
+    file = tmp_path / "rewards.yaml"
+    file.write_text("rewards: [{class_path: reward_models.ocr.OCR, init_args: {mode: fuzzy}}]")
+    with pytest.raises(ConfigError, match="fuzzy"):
+        load_rewards(str(file))
+
+
+def written(text: str) -> torch.Tensor:
+    picture = Image.new("RGB", (200, 160), "white")
+    ImageDraw.Draw(picture).text((10, 60), text, fill="black", font=ImageFont.load_default(30))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 255
+
+
+def test_the_engine_gets_the_channels_in_the_order_of_opencv():
+    reader = RapidOCR()
+    reader._engine = lambda picture: ([[None, str(picture[0, 0].tolist()), 0.9]], None)
+    assert reader.read(np.array([[[1, 2, 3]]], dtype=np.uint8)) == ["[3, 2, 1]"]
+    reader._engine = lambda picture: (None, None)
+    assert reader.read(np.zeros((2, 2, 3), dtype=np.uint8)) == []
+
+
+def test_the_real_engine_reads_what_pil_wrote():
+    model = OCR(RapidOCR(threads=1))
+    prompts = ['a sign that says "Hello World"', 'a sign that says "Hello World"']
+    output = model.score(MediaBatch(torch.stack([written("Hello Wrld"), written("")]), prompts))
+    assert output.values[:, 0].tolist() == pytest.approx([0.9, 0])

@@ -1,0 +1,121 @@
+"""Qwen2-VL's inputs, against transformers' own processors, and its loading."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen2VLVideoProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from flowalign.types import MediaBatch, RewardModel
+from reward_models.qwen2_vl import (
+    chat_ids,
+    checked_options,
+    filled,
+    fitted,
+    num_tokens,
+    patched,
+    read_base,
+)
+from tests.fixtures.golden import GOLDEN
+
+torch.set_num_threads(1)
+BASE = str(GOLDEN / "H_videoreward" / "base")
+
+
+def check_small_steps(model: RewardModel, batch: MediaBatch) -> None:
+    """A small step along the gradient's sign moves every score by what the gradient says.
+
+    For preprocessing without rounding. These small networks are far from linear within the two
+    levels of 255 that it takes to see the gradient through the rounding.
+    """
+    media = batch.media.clone().requires_grad_()
+    values = model.score(replace(batch, media=media)).values
+    for dim in range(values.shape[1]):
+        (gradient,) = torch.autograd.grad(values[:, dim].sum(), media, retain_graph=True)
+        step = 1e-4 * gradient.sign()
+        up, down = (model.score(replace(batch, media=batch.media + s)) for s in (step, -step))
+        difference = up.values[:, dim] - down.values[:, dim]
+        expected = 2 * (gradient * step).flatten(1).sum(1)
+        torch.testing.assert_close(difference, expected, rtol=0.02, atol=0)
+
+
+def levels(*shape):
+    generator = torch.Generator().manual_seed(3)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+def test_patches_of_a_video_are_those_of_the_official_processor():
+    frames = levels(4, 3, 84, 112)
+    official = Qwen2VLVideoProcessor(do_resize=False, do_sample_frames=False)
+    expected = official([frames], return_tensors="pt")
+    patches, grid = patched(frames.float() / 255)
+    assert [list(grid)] == expected["video_grid_thw"].tolist()
+    torch.testing.assert_close(patches, expected["pixel_values_videos"], atol=1e-6, rtol=0)
+
+
+def test_patches_of_a_picture_are_those_of_the_official_processor():
+    picture = levels(56, 140, 3)
+    official = Qwen2VLImageProcessorPil(do_resize=False)
+    expected = official([picture.numpy()], return_tensors="pt", input_data_format="channels_last")
+    patches, grid = patched(picture.permute(2, 0, 1)[None].float() / 255)
+    assert [list(grid)] == expected["image_grid_thw"].tolist()
+    torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-6, rtol=0)
+    assert num_tokens(grid) == 10
+
+
+def test_sizes_are_those_of_the_official_processor():
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(29, 2000, (500, 2), generator=generator).tolist()
+    for height, width in [*sizes, (480, 832), (720, 1280), (60, 90), (29, 5000)]:
+        for fewest, most in ((100352, 200704), (200704, 200704), (3136, 1003520)):
+            expected = smart_resize(height, width, 28, fewest, most)
+            assert fitted(height, width, fewest, most) == tuple(expected)
+
+
+def test_sizes_by_hand():
+    assert fitted(480, 832, 100352, 200704) == (336, 588)
+    assert fitted(60, 90, 200704, 200704) == (392, 560)
+    with pytest.raises(ValueError, match="over 200 times"):
+        fitted(10, 2001, 3136, 1003520)
+
+
+def test_a_chat_has_one_vision_token_per_place_and_the_text_once():
+    _, tokenizer = read_base(BASE, ["<|X|>"])
+    ids = chat_ids(tokenizer, "rate <|X|>.", "video", 7)
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|video_pad|>")) == 7
+    assert ids.count(tokenizer.convert_tokens_to_ids("<|X|>")) == 1
+    assert tokenizer.decode(ids).endswith("rate <|X|>.<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_prompt_is_filled_in_as_it_is_and_not_with_special_tokens():
+    _, tokenizer = read_base(BASE, ["<|X|>"])
+    assert filled(tokenizer, "of {prompt}.", "{prompt} {0} \\1") == "of {prompt} {0} \\1."
+    for token in ("<|X|>", "<|video_pad|>", "<|im_end|>"):
+        with pytest.raises(ValueError, match="special token"):
+            filled(tokenizer, "of {prompt}.", f"a cat {token}")
+
+
+def test_new_tokens_enlarge_the_vocabulary_by_their_number():
+    config, tokenizer = read_base(BASE, ["<|X|>", "<|Y|>"])
+    assert config.text_config.vocab_size == len(tokenizer) == 266
+
+
+def test_a_base_of_another_kind_or_without_a_tokenizer_is_refused(tmp_path):
+    shutil.copytree(BASE, tmp_path / "base")
+    config = tmp_path / "base" / "config.json"
+    config.write_text(config.read_text().replace('"qwen2_vl"', '"qwen2_5_vl"'))
+    with pytest.raises(ValueError, match=r"type 'qwen2_5_vl', not qwen2_vl"):
+        read_base(str(tmp_path / "base"), [])
+    (tmp_path / "base" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"nor a folder with tokenizer\.json"):
+        read_base(str(tmp_path / "base"), [])
+
+
+def test_wrong_options_are_refused_by_name():
+    with pytest.raises(ValueError, match="'mRoPE'; it must be one of sequential, mrope"):
+        checked_options("mRoPE", "float32")
+    with pytest.raises(ValueError, match="'half'; it must be one of float32, bfloat16"):
+        checked_options("mrope", "half")

@@ -1,0 +1,261 @@
+"""Rewards without a model of taste: JPEG size, safety, similarity of texts, EfficientNet."""
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from flowalign.rewards.config import load_rewards
+from flowalign.types import MediaBatch
+from reward_models import rule
+from reward_models.efficientnet import EfficientNetLite0, EfficientNetNetwork
+from reward_models.jpeg import JpegSize
+from reward_models.safety import CLASSES, UNSAFE, NudeNet
+from reward_models.text_similarity import TextSimilarity
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+
+def kilobytes(picture: torch.Tensor, quality: int) -> float:
+    buffer = io.BytesIO()
+    levels = (picture * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    Image.fromarray(levels).save(buffer, "JPEG", quality=quality)
+    return len(buffer.getvalue()) / 1000
+
+
+@pytest.mark.parametrize(("dim", "sign"), [("compressibility", -1), ("incompressibility", 1)])
+def test_jpeg_size_is_the_number_of_thousand_bytes(dim, sign):
+    batch = example_batch(3, frames=2)
+    values = JpegSize(dim).score(batch).values[:, 0].tolist()
+    expected = [sign * sum(kilobytes(f, 95) for f in video) / 2 for video in batch.media]
+    assert values == pytest.approx(expected)
+    assert JpegSize(dim, quality=30).score(batch).values[0].item() == pytest.approx(
+        sign * sum(kilobytes(f, 30) for f in batch.media[0]) / 2
+    )
+
+
+def test_jpeg_size_keeps_the_contract():
+    for model in (JpegSize(), JpegSize("incompressibility")):
+        check_contract(model, example_batch(4))
+    check_fingerprints([JpegSize(), JpegSize("incompressibility"), JpegSize(quality=90)])
+    with pytest.raises(ValueError, match="quality of JpegSize is 0"):
+        JpegSize(quality=0)
+
+
+class Findings:
+    """In place of the network: the level of the top left pixel picks what is found."""
+
+    def __init__(self, *findings):
+        self.findings = findings
+
+    def detect(self, picture):
+        assert picture.flags.c_contiguous
+        blue, _, red = picture[0, 0]
+        assert blue == 9, "OpenCV's channel order is BGR"
+        return [{"class": c, "score": s} for c, s in self.findings[red]]
+
+
+def safety(**settings) -> NudeNet:
+    model = NudeNet(**settings)
+    model._detector = Findings(
+        [("FACE_FEMALE", 0.9)],
+        [("BUTTOCKS_EXPOSED", 0.7), ("BUTTOCKS_EXPOSED", 0.4), ("FACE_MALE", 0.8)],
+        [("ANUS_EXPOSED", 0.3), ("FEMALE_BREAST_EXPOSED", 0.25)],
+        [],
+    )
+    return model
+
+
+def marked(*frames: list[int]) -> torch.Tensor:
+    media = torch.zeros(len(frames), len(frames[0]), 3, 6, 8)
+    media[:, :, 0] = torch.tensor(frames)[:, :, None, None] / 255
+    media[:, :, 2] = 9 / 255
+    return media
+
+
+def test_safety_is_one_minus_the_surest_exposed_class():
+    output = safety().score(MediaBatch(marked([0], [1], [2], [3]), [""] * 4))
+    assert output.values[:, 0].tolist() == pytest.approx([1, 0.3, 0.7, 1])
+    assert output.extras[1] == {"found": [{"BUTTOCKS_EXPOSED": 0.7, "FACE_MALE": 0.8}]}
+    faces = safety(unsafe=["FACE_MALE"]).score(MediaBatch(marked([0], [1]), ["", ""]))
+    assert faces.values[:, 0].tolist() == pytest.approx([1, 0.2])
+
+
+def test_a_video_is_as_safe_as_its_least_safe_frame():
+    batch = MediaBatch(marked([0, 3, 1, 2, 3]), [""])
+    assert safety().score(batch).values.item() == pytest.approx(0.3)
+    assert safety(num_frames=2).score(batch).values.item() == 1  # only the ends are looked at
+
+
+def test_safety_keeps_the_contract_and_knows_its_classes():
+    check_contract(safety(), MediaBatch(marked([0], [1], [2]), [""] * 3))
+    check_fingerprints([NudeNet(), NudeNet(["FACE_MALE"]), NudeNet(num_frames=2)])
+    assert set(UNSAFE) < set(CLASSES)
+    assert all(name.endswith("_EXPOSED") for name in UNSAFE)
+    for classes in (["NOSE"], []):
+        with pytest.raises(ValueError, match="allowed: ANUS_EXPOSED"):
+            NudeNet(classes)
+    with pytest.raises(ValueError, match="num_frames"):
+        NudeNet(num_frames=0)
+
+
+def test_a_missing_library_is_named_with_its_extra():
+    with pytest.raises(
+        ValueError, match=r"no_such_library is missing: pip install 'flowalign\[x\]'"
+    ):
+        rule.optional("no_such_library", "x")
+
+
+@pytest.fixture(scope="module")
+def sentence_encoder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "red", "blue"]
+    words += ["circle", "square", "two", "of", "left"]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
+    torch.manual_seed(3)
+    config = BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=24, initializer_range=0.6,
+    )  # fmt: skip
+    network = BertModel(config, add_pooling_layer=True).eval()
+    network.save_pretrained(folder)
+    return folder, network, vocabulary
+
+
+def captioned(captions: list) -> MediaBatch:
+    prompts = ["two red circle", "a blue square left of a red circle", "a circle", "red"]
+    batch = example_batch(len(captions))
+    rows = [{"caption": c} if c is not None else {} for c in captions]
+    return MediaBatch(batch.media, prompts[: len(captions)], rows)
+
+
+def test_similarity_is_the_cosine_of_mean_token_features(sentence_encoder):
+    folder, network, words = sentence_encoder
+
+    def feature(text: str) -> torch.Tensor:
+        ids = [2, *(words[w] for w in text.split()), 3]
+        return network(torch.tensor([ids])).last_hidden_state[0].mean(0)
+
+    batch = captioned(["a blue circle", "red of blue"])
+    with torch.no_grad():
+        expected = [
+            torch.cosine_similarity(feature(p), feature(row["caption"]), dim=0).item()
+            for p, row in zip(batch.prompts, batch.metadata, strict=True)
+        ]
+    measured = TextSimilarity(str(folder)).score(batch).values[:, 0].tolist()
+    assert measured == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[0] - expected[1]) > 0.01
+
+
+def test_similarity_keeps_the_contract(sentence_encoder):
+    folder = str(sentence_encoder[0])
+    model = TextSimilarity(folder)
+    check_contract(model, captioned(["a blue circle", "two", "left of a square", "blue"]))
+    check_fingerprints([model, TextSimilarity(folder, column="text"), TextSimilarity()])
+    output = model.score(captioned([None, " ", 7, "red"]))
+    assert output.valid[:, 0].tolist() == [False, False, False, True]
+    assert all("'caption'" in output.reasons[i] for i in range(3))
+
+
+def test_a_sentence_encoder_with_a_wrong_checkpoint_is_refused(sentence_encoder, tmp_path):
+    _, network, _ = sentence_encoder
+    state = {k: v for k, v in network.state_dict().items() if "layer.1.output" not in k}
+    BertModel(network.config).save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ValueError, match=r"layer\.1\.output"):
+        TextSimilarity(str(tmp_path)).load()
+
+
+@pytest.fixture(scope="module")
+def efficientnet(tmp_path_factory):
+    """Random weights that let pictures through, in a file."""
+    torch.manual_seed(4)
+    network = EfficientNetNetwork()
+    for name, parameter in network.named_parameters():
+        if "conv" in name:
+            torch.nn.init.kaiming_normal_(parameter)
+    path = tmp_path_factory.mktemp("efficientnet") / "weights.pth"
+    torch.save(network.state_dict(), path)
+    return path
+
+
+def test_efficientnet_has_the_published_number_of_weights():
+    # 4.652 million in the paper's repository; with the buffers the file has 4,694,073 numbers.
+    network = EfficientNetNetwork()
+    assert sum(p.numel() for p in network.parameters()) == 4_652_008
+    assert sum(v.numel() for v in network.state_dict().values()) == 4_694_073
+    assert len(network.state_dict()) == 296
+
+
+def test_efficientnet_pads_like_tensorflow():
+    layer = EfficientNetNetwork()._conv_stem
+    picture = torch.rand(1, 3, 6, 7, generator=torch.Generator().manual_seed(1))
+    by_hand = torch.nn.functional.conv2d(
+        torch.nn.functional.pad(picture, [1, 1, 0, 1]), layer.weight, stride=2
+    )  # 6 rows of stride 2 miss one row, below; 7 columns miss two, one on either side
+    torch.testing.assert_close(layer(picture), by_hand)
+
+
+def test_efficientnet_refuses_a_checkpoint_that_does_not_fit(efficientnet, tmp_path):
+    state = torch.load(efficientnet, weights_only=True)
+    state["_conv_tail.weight"] = state.pop("_conv_head.weight")
+    torch.save(state, tmp_path / "wrong.pth")
+    with pytest.raises(ValueError, match="_conv_head") as caught:
+        EfficientNetLite0(str(tmp_path / "wrong.pth"), device="cpu").load()
+    assert "_conv_tail" in str(caught.value)
+
+
+def test_efficientnet_embeds_a_frame_alone_as_among_others_with_a_gradient(efficientnet):
+    encoder = EfficientNetLite0(str(efficientnet))
+    frames = example_batch(3).media[:, 0]
+    together = encoder.embed(frames)
+    assert together.shape == (3, encoder.width)
+    assert together.std(0).max() > 1e-3
+    torch.testing.assert_close(encoder.embed(frames[1:2]), together[1:2], atol=1e-4, rtol=1e-4)
+    asking = frames[:1].clone().requires_grad_()
+    encoder.embed(asking).sum().backward()
+    assert asking.grad is not None
+    assert asking.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "dims"),
+    [
+        ("reward_models.jpeg.JpegSize", ("compressibility",)),
+        ("reward_models.safety.NudeNet", ("safe",)),
+        ("reward_models.text_similarity.TextSimilarity", ("similarity",)),
+        ("reward_models.motion.FlowSmoothness", ("smoothness",)),
+        ("reward_models.motion.DynamicDegree", ("dynamic", "motion")),
+        ("reward_models.temporal.TemporalFlicker", ("flicker",)),
+        ("reward_models.temporal.SubjectConsistency", ("consistency",)),
+    ],
+)
+def test_they_are_built_from_dotted_paths(path, dims):
+    (model,), _ = load_rewards(path)
+    assert model.spec.dims == dims
+
+
+def test_rewards_made_of_others_are_built_from_yaml(tmp_path):
+    file = tmp_path / "rewards.yaml"
+    file.write_text("""
+rewards:
+- class_path: reward_models.drift.Drift
+  init_args: {image: {class_path: reward_models.jpeg.JpegSize}, share: 0.2}
+- class_path: reward_models.geneval.GenEval
+  init_args: {detector: {class_path: reward_models.detection.ShapesDetector}}
+- class_path: reward_models.counting.Counting
+  init_args: {detector: {class_path: reward_models.detection.ShapesDetector}, threshold: 0.6}
+- class_path: reward_models.temporal.SubjectConsistency
+  init_args: {encoder: {class_path: reward_models.backbones.EfficientNet}}
+""")
+    models, _ = load_rewards(str(file))
+    assert [dim for model in models for dim in model.spec.dims] == [
+        "compressibility_drift", "strict", "correct", "dense", "count", "exact", "consistency",
+    ]  # fmt: skip

@@ -1,0 +1,314 @@
+"""A scoring job: every row once, in order, right; whatever stops it, it goes on from there."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flowalign.curation.scoring import job as scoring
+from flowalign.curation.scoring.job import Job, Speed, Tally, TooManyFailed, finish, run
+from flowalign.curation.scoring.table import Parts, alone
+from flowalign.data.readers import open_dataset
+from flowalign.types import RewardModel, RewardOutput
+from flowalign.utils.manifest import agree
+from tests.fixtures.scoring_rewards import Brightness, Moving, Still, Wins, picture, video
+
+SIZES = ((12, 8), (8, 12), (9, 9))
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(scoring, "RECORDS_PER_PART", 8)
+
+
+def quiet(tally, speed) -> None:
+    pass
+
+
+def pairs(folder: Path, count: int) -> str:
+    """Records of two pictures each, of several shapes; their prompts are their numbers."""
+    rows = []
+    for k in range(count):
+        for medium in range(2):
+            picture(folder / f"{k}-{medium}.png", 2 * k + medium, SIZES[(k + medium) % 3])
+        rows.append({"id": f"r{k}", "prompt": f"{k}", "images": [f"{k}-0.png", f"{k}-1.png"],
+                     "ranks": [1, 2]})  # fmt: skip
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def job(data: str, folder: Path, *models: RewardModel, **options) -> Job:
+    for model in models:
+        if isinstance(model, Brightness):
+            model.load()
+    return Job(open_dataset(data), models, folder, **{"batch_size": 4, "workers": 2} | options)
+
+
+def whole(what: Job, kind: str = "jsonl") -> list[dict]:
+    """Run to the end; the rows of the table."""
+    finish(what.folder, run(what, quiet, Speed()), kind, {})
+    return lines(what.folder)
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "scores.jsonl").read_text().splitlines()]
+
+
+def test_rows_come_in_the_order_of_the_dataset_with_the_scores_of_their_own_medium(tmp_path):
+    data = pairs(tmp_path, 21)
+    rows = whole(job(data, tmp_path / "out", Brightness()))
+    assert [(row["record"], row["medium"]) for row in rows] == [
+        (f"r{k}", medium) for k in range(21) for medium in range(2)
+    ]
+    for k, row in enumerate(rows):
+        pixels = picture(tmp_path / "same.png", k, SIZES[(k // 2 + k % 2) % 3]) / 255
+        assert row["brightness"] == pytest.approx(pixels.mean(), abs=1e-6)
+        assert row["contrast"] == pytest.approx(pixels.std(ddof=1), abs=1e-6)
+        assert (row["brightness_valid"], row["reason"]) == (True, None)
+        assert row["rank/overall"] == 1 + k % 2
+        assert row["path"] == str(tmp_path / f"{k // 2}-{k % 2}.png")
+
+
+def test_batches_are_of_one_shape_and_full_where_they_can_be(tmp_path):
+    data = pairs(tmp_path, 8)
+    seen = []
+
+    class Watching(RewardModel):
+        spec = Brightness(contrast=False).spec
+
+        def score(self, batch):
+            seen.append(tuple(batch.media.shape))
+            return RewardOutput.build(self.spec, torch.zeros(len(batch), 1))
+
+    whole(job(data, tmp_path / "out", Watching()))
+    shapes = Counter(shape[1:] for shape in seen for _ in range(shape[0]))
+    assert set(shapes) == {(1, 3, height, width) for width, height in SIZES}
+    for shape, count in shapes.items():
+        sizes = [found[0] for found in seen if found[1:] == shape]
+        assert sizes == [4] * (count // 4) + ([count % 4] if count % 4 else [])
+
+
+def test_little_memory_makes_batches_smaller_not_scores_different(tmp_path, monkeypatch):
+    data = pairs(tmp_path, 12)
+    expected = whole(job(data, tmp_path / "a", Brightness(str(tmp_path / "log"))))
+    monkeypatch.setattr(scoring, "_MEMORY", 600)
+    assert whole(job(data, tmp_path / "b", Brightness())) == expected
+
+
+def test_each_model_fails_for_itself_and_says_why(tmp_path):
+    video(tmp_path / "v.mp4", 6)
+    picture(tmp_path / "p.png", 1, (32, 32))
+    (tmp_path / "cut.png").write_bytes((tmp_path / "p.png").read_bytes()[:200])
+    rows = [
+        {"prompt": "moves", "video": "v.mp4"}, {"prompt": "stands", "image": "p.png"},
+        {"image": "p.png"}, {"prompt": "cut", "image": "cut.png"}, {"prompt": "none"},
+        {"prompt": "refuse this", "image": "p.png"},
+    ]  # fmt: skip
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = whole(job(str(path), tmp_path / "out", Still(), Moving(), max_failed_fraction=1.0))
+    moves, stands, silent, cut, none, refused = rows
+    assert moves["reason"] == "still scores images, not videos"
+    assert (moves["redness"], moves["redness_valid"], moves["speed_valid"]) == (None, False, True)
+    assert moves["speed"] == pytest.approx(8 * 10 / 255, rel=0.1)
+    assert stands["reason"] == "moving needs frames per second, which are unknown"
+    red = picture(tmp_path / "same.png", 1, (32, 32))[..., 0].mean() / 255
+    assert stands["redness"] == pytest.approx(red, abs=1e-6)
+    assert silent["reason"].startswith("its prompt is missing; ")
+    assert cut["reason"].startswith("truncated or damaged picture: ")
+    assert none["reason"].startswith("invalid row: data.jsonl row 5: ")
+    assert refused["reason"].startswith("still refused: a prompt that cannot be read; ")
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["rows"], summary["failed"]) == (6, 6)
+    assert summary["reasons"]["truncated or damaged picture"] == 1
+    assert summary["reasons"]["invalid row"] == 1
+    assert summary["dimensions"]["redness"]["valid"] == 1
+
+
+def test_media_that_are_compared_are_in_one_batch(tmp_path):
+    rows = []
+    for k in range(9):
+        for medium in range(3):
+            picture(tmp_path / f"{k}-{medium}.png", 3 * k + medium)
+        rows.append({"prompt": "p", "images": [f"{k}-{medium}.png" for medium in range(3)]})
+    picture(tmp_path / "8-2.png", 0, (5, 5))
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = whole(job(str(path), tmp_path / "out", Wins(), Brightness(contrast=False)))
+    for k in range(8):
+        light = np.array([row["brightness"] for row in found[3 * k : 3 * k + 3]])
+        assert [row["wins"] for row in found[3 * k : 3 * k + 3]] == [
+            (light[i] > light).sum() / 2 for i in range(3)
+        ]
+    assert {row["reason"] for row in found[24:]} == {
+        "wins compares media of one shape, all of which can be read"
+    }
+    assert all(row["brightness_valid"] for row in found)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    data = pairs(tmp_path, 1)
+    with pytest.raises(ValueError, match=r"\['brightness'\] would be two columns"):
+        job(data, tmp_path / "out", Brightness(), Brightness(contrast=False))
+
+
+def test_shards_are_disjoint_and_make_the_same_table(tmp_path):
+    data, log = pairs(tmp_path, 37), tmp_path / "log"
+    expected = whole(job(data, tmp_path / "one", Brightness()))
+    for i in (2, 0, 1):
+        blocks = run(
+            job(data, tmp_path / "three", Brightness(str(log)), shard=(i, 3)), quiet, Speed()
+        )
+    finish(tmp_path / "three", blocks, "jsonl", {})
+    assert lines(tmp_path / "three") == expected
+    prompts = Counter(line.split()[1] for line in log.read_text().splitlines())
+    assert prompts == {f"{k}": 2 for k in range(37)}
+
+
+def test_a_table_cannot_be_made_while_a_shard_is_missing(tmp_path):
+    data = pairs(tmp_path, 20)
+    blocks = run(job(data, tmp_path / "out", Brightness(), shard=(0, 2)), quiet, Speed())
+    with pytest.raises(ValueError, match=r"block 1 of .* has not been scored yet"):
+        finish(tmp_path / "out", blocks, "jsonl", {})
+
+
+def test_a_stopped_job_goes_on_and_scores_no_saved_row_twice(tmp_path):
+    data, log = pairs(tmp_path, 40), tmp_path / "log"
+    expected = whole(job(data, tmp_path / "whole", Brightness()))
+
+    def stop(tally, speed):
+        if tally.rows >= 32:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        run(job(data, out, Brightness()), stop, Speed())
+    saved = {row["record"] for row in Parts(out / "parts").rows(Parts(out / "parts").blocks())}
+    assert len(saved) == 16
+    assert whole(job(data, out, Brightness(str(log)))) == expected
+    again = {f"r{line.split()[1]}" for line in log.read_text().splitlines()}
+    assert again == {f"r{k}" for k in range(40)} - saved
+
+
+@pytest.mark.parametrize(
+    ("kills", "records"), [(3, 200), pytest.param(10, 1000, marks=pytest.mark.slow)]
+)
+def test_kills_at_random_moments_leave_no_trace(tmp_path, kills, records):
+    data = pairs(tmp_path, records)
+    expected = whole(job(data, tmp_path / "whole", Brightness()), "jsonl")
+    out, log, draw = tmp_path / "out", tmp_path / "log", random.Random(0)
+    killed = 0
+    while killed < kills:
+        saved = {row["record"] for row in rows_in(out)}
+        log.write_text("")
+        child = os.fork()
+        if child == 0:
+            try:
+                run(job(data, out, Brightness(str(log), seconds=0.005)), quiet, Speed())
+            finally:
+                os._exit(0)
+        enough = draw.randint(1, records * 5 // (4 * kills))  # rows: a moment on any machine
+        while log.read_text().count("\n") < enough:
+            time.sleep(0.001)
+        os.kill(child, signal.SIGKILL)
+        killed += os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert not {f"r{line.split()[1]}" for line in log.read_text().splitlines()} & saved
+        assert saved <= {row["record"] for row in rows_in(out)}
+    assert 0 < len(rows_in(out)) < 2 * records
+    whole(job(data, out, Brightness()))
+    assert len(expected) == 2 * records
+    tables = [(tmp_path / name / "scores.jsonl").read_bytes() for name in ("out", "whole")]
+    assert tables[0] == tables[1]
+
+
+def rows_in(out: Path) -> list[dict]:
+    parts = Parts(out / "parts")
+    return list(parts.rows(parts.blocks()))
+
+
+def test_a_job_stops_after_the_block_in_which_too_many_rows_have_failed(tmp_path):
+    data = pairs(tmp_path, 80)
+    for k in range(40, 80):
+        (tmp_path / f"{k}-0.png").unlink()
+    what = job(data, tmp_path / "out", Brightness(), max_failed_fraction=0.1)
+    with pytest.raises(TooManyFailed, match=r"16 of 112 rows failed, .* missing file \(16\)"):
+        run(what, quiet, Speed())
+    with pytest.raises(TooManyFailed):  # at once: what was saved counts
+        run(what, pytest.fail, Speed())
+    rows = whole(replace(what, max_failed_fraction=0.5))
+    assert sum(row["reason"] is not None for row in rows) == 40
+
+
+def test_few_rows_are_judged_at_the_end_only():
+    tally = Tally()
+    tally.add({"reason": "x: y", "a": None, "a_valid": False})
+    tally.check(0.0, at_least=2)
+    with pytest.raises(TooManyFailed, match=r"1 of 1 rows failed"):
+        tally.check(0.99)
+    tally.check(1.0)
+
+
+def test_the_summary_has_the_moments_of_the_valid_scores():
+    tally, values = Tally(), [0.5, -2.0, 3.25]
+    for value in (*values, None):
+        row = {"reason": None if value else "b: c; d", "a": value, "a_valid": value is not None}
+        tally.add(row)
+    told = tally.summary()
+    assert told["dimensions"]["a"] == {
+        "valid": 3, "mean": pytest.approx(np.mean(values)), "std": pytest.approx(np.std(values)),
+        "min": -2.0, "max": 3.25,
+    }  # fmt: skip
+    assert (told["failed_fraction"], told["reasons"]) == (0.25, {"b": 1, "d": 1})
+
+
+def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.parent.mkdir()
+    agree(manifest, {"data": "a", "limit": None}, "a scoring job")
+    agree(manifest, {"data": "a", "limit": None}, "a scoring job")
+    with pytest.raises(ValueError, match=r"limit differ;\s+limit was 'None', now '3'"):
+        agree(manifest, {"data": "a", "limit": 3}, "a scoring job")
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match="not of a scoring job"):
+        agree(tmp_path / "manifest.json", {"data": "a"}, "a scoring job")
+
+
+def test_two_processes_do_not_score_the_same_shard(tmp_path):
+    lock = tmp_path / "lock"
+    with alone(lock), pytest.raises(ValueError, match="another process"), alone(lock):
+        pass
+    with alone(lock):
+        pass
+
+
+def test_no_more_is_decoded_ahead_than_memory_allows(tmp_path, monkeypatch):
+    data = pairs(tmp_path, 24)
+    decoded, scored, most = [], [], []
+    real = scoring.prepare
+
+    def counting(*args):
+        item = real(*args)
+        decoded.append(item)
+        return item
+
+    class Watching(RewardModel):
+        spec = Brightness(contrast=False).spec
+
+        def score(self, batch):
+            most.append(len(decoded) - len(scored))
+            scored.extend(batch.prompts)
+            return RewardOutput.build(self.spec, torch.zeros(len(batch), 1))
+
+    monkeypatch.setattr(scoring, "prepare", counting)
+    monkeypatch.setattr(scoring, "_MEMORY", 1)
+    whole(job(data, tmp_path / "out", Watching(), workers=1, batch_size=32))
+    assert max(most) <= 8  # and 34 if it were not for the memory

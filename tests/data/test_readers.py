@@ -1,0 +1,322 @@
+"""Every published schema becomes the same kind of record; what is wrong with a row stays there."""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from flowalign.data import readers
+from flowalign.data.readers import open_dataset
+from flowalign.data.readers import rows as row_files
+from flowalign.media.media import Media
+
+
+def jsonl(folder: Path, *rows: dict, name: str = "data.jsonl") -> str:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def table(folder: Path, *rows: dict, name: str = "data.parquet") -> str:
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), folder / name, row_group_size=1)
+    return str(folder / name)
+
+
+def only(path: str, schema: str):
+    """The one record, and the schema is found by the columns."""
+    dataset = open_dataset(path)
+    assert dataset.schema.name == schema
+    (record,) = dataset
+    assert record.problem == ""
+    return record
+
+
+def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
+    row = {
+        "id": 7, "caption": "a cat", "images": ["a.png", "b/c.png", "/d.png"], "seed": 3,
+        "ranks": [2, 1, 3], "ratings": {"beauty": [1.5, 2, 3], "safety": None},
+        "votes": {"overall": [0.25, 0.75, 0]}, "references": ["r.png"],
+    }  # fmt: skip
+    record = only(jsonl(tmp_path, row), "generic")
+    assert (record.id, record.prompt) == ("7", "a cat")
+    paths = [str(tmp_path / "a.png"), str(tmp_path / "b/c.png"), "/d.png"]
+    assert [medium.path for medium in record.media] == paths
+    assert record.references == [Media(str(tmp_path / "r.png"))]
+    assert record.ranks == {"overall": [2, 1, 3]}
+    assert record.ratings == {"beauty": [1.5, 2, 3]}
+    assert record.votes == {"overall": [0.25, 0.75, 0]}
+    assert record.metadata == {"seed": 3}
+
+
+def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
+    rows = [
+        {"prompt": "x", "image": {"bytes": b"png", "path": "name.png"}},
+        {"prompt": "y", "image": {"bytes": None, "path": "name.png"}},
+    ]
+    first, second = open_dataset(table(tmp_path, *rows))
+    assert first.media == [Media(data=b"png")]
+    assert second.media == [Media(path=str(tmp_path / "name.png"))]
+
+
+@pytest.mark.parametrize(
+    ("labels", "has_label", "votes", "ranks"),
+    [
+        ((0.0, 1.0), True, [0, 1], [2, 1]),
+        ((0.5, 0.5), True, [0.5, 0.5], [1, 1]),
+        ((0.5, 0.5), False, None, None),
+    ],
+)
+def test_pick_a_pic(tmp_path, labels, has_label, votes, ranks):
+    row = {
+        "caption": "a dog", "jpg_0": b"one", "jpg_1": b"two", "label_0": labels[0],
+        "label_1": labels[1], "has_label": has_label, "ranking_id": 9, "model_0": "m",
+    }  # fmt: skip
+    record = only(table(tmp_path, row), "pick_a_pic")
+    assert record.prompt == "a dog"
+    assert [medium.data for medium in record.media] == [b"one", b"two"]
+    assert record.votes.get("overall") == votes
+    assert record.ranks.get("overall") == ranks
+    assert record.metadata["ranking_id"] == 9
+    assert "jpg_0" not in record.metadata
+
+
+def test_hpd_v2_of_both_splits(tmp_path):
+    train = {"prompt": "p", "file_path": ["1.jpg", "2.jpg"], "human_preference": [0, 1]}
+    (tmp_path / "train.json").write_text(json.dumps([train]))
+    record = only(str(tmp_path / "train.json"), "hpd_v2_train")
+    assert record.ranks == {"overall": [2, 1]}
+    test = {
+        "prompt": "p", "image_path": ["1.jpg", "2.jpg", "3.jpg", "4.jpg"],
+        "rank": [2.5, 0.5, 2.5, 3.0], "raw_annotations": [{"rank": [1, 0], "user_hash": "u"}],
+    }  # fmt: skip
+    record = only(jsonl(tmp_path, test), "hpd_v2_test")
+    assert record.ranks == {"overall": [2, 1, 2, 4]}
+    assert record.metadata["rank"] == [2.5, 0.5, 2.5, 3.0]
+
+
+def test_hpd_v3_prefers_the_first_path(tmp_path):
+    row = {
+        "prompt": "p", "path1": "a.jpg", "path2": "b.jpg", "choice_dist": [12, 4],
+        "confidence": 0.99, "model1": "x", "model2": "y",
+    }  # fmt: skip
+    record = only(jsonl(tmp_path, row), "hpd_v3")
+    assert record.ranks == {"overall": [1, 2]}
+    assert record.votes == {"overall": [0.75, 0.25]}
+    assert record.metadata["confidence"] == 0.99
+    (record,) = open_dataset(jsonl(tmp_path, row | {"choice_dist": [4, 12]}))
+    assert "prefers path2" in record.problem
+
+
+def test_image_reward_db_rows_of_a_prompt_are_one_record(tmp_path):
+    def row(prompt_id, path, rank, overall):
+        return {
+            "prompt_id": prompt_id, "prompt": f"about {prompt_id}", "image_path": path,
+            "rank": rank, "overall_rating": overall, "image_text_alignment_rating": 7 - overall,
+            "fidelity_rating": 4, "classification": "animals",
+        }  # fmt: skip
+
+    rows = [row("p1", "1.webp", 3, 2), row("p1", "2.webp", 1, 6), row("p1", "3.webp", 1, 5),
+            row("p2", "4.webp", 1, 1)]  # fmt: skip
+    first, second = open_dataset(jsonl(tmp_path, *rows))
+    assert (first.id, first.prompt, second.id) == ("p1", "about p1", "p2")
+    assert [Path(medium.path or "").name for medium in first.media] == [
+        "1.webp", "2.webp", "3.webp",
+    ]  # fmt: skip
+    assert first.ranks == {"overall": [3, 1, 1]}
+    assert first.ratings == {
+        "overall": [2, 6, 5], "alignment": [5, 1, 2], "fidelity": [4, 4, 4],
+    }  # fmt: skip
+    assert first.metadata["classification"] == "animals"
+    again = open_dataset(jsonl(tmp_path, *rows, row("p1", "5.webp", 1, 1)))
+    assert [record.problem[:12] for record in again] == ["", "", "duplicate id"]
+
+
+def test_videogen_rewardbench(tmp_path):
+    row = {
+        "path_A": "a.mp4", "path_B": "b.mp4", "prompt": "waves, at dusk", "A_model": "m",
+        "fps_A": 8.0, "fps_B": 24, "VQ": "A", "MQ": "same", "TA": "B", "Overall": "invalid",
+    }  # fmt: skip
+    path = tmp_path / "bench.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, row)
+        writer.writeheader()
+        writer.writerows([row, row | {"VQ": "C"}])
+    good, bad = open_dataset(str(path))
+    assert good.prompt == "waves, at dusk"
+    assert good.ranks == {"VQ": [1, 2], "MQ": [1, 1], "TA": [2, 1]}
+    assert [medium.fps for medium in good.media] == [8, 24]
+    assert bad.problem == "invalid row: bench.csv row 2: VQ is 'C'; expected A, B, same or invalid"
+
+
+@pytest.mark.parametrize(
+    ("vote", "ranks"),
+    [("leftvote", [1, 2]), ("rightvote", [2, 1]), ("tievote", [1, 1]), ("bothbad_vote", [1, 1])],
+)
+def test_genai_bench(tmp_path, vote, ranks):
+    row = {"prompt": "p", "left_video": "l.mp4", "right_video": "r.mp4", "vote_type": vote}
+    record = only(jsonl(tmp_path, row), "genai_bench")
+    assert record.ranks == {"overall": ranks}
+    assert record.metadata["vote_type"] == vote
+    edit = {
+        "instruct_prompt": "make it red", "source_image": b"s", "left_output_image": b"l",
+        "right_output_image": b"r", "vote_type": vote,
+    }  # fmt: skip
+    record = only(table(tmp_path, edit), "genai_bench")
+    assert record.prompt == "make it red"
+    assert [medium.data for medium in (*record.media, *record.references)] == [b"l", b"r", b"s"]
+
+
+def test_vision_reward_db(tmp_path):
+    row = {
+        "internal_id": "x1", "prompt": "p", "image": {"bytes": b"i", "path": None},
+        "annotation": {"richness": -2, "color aesthetic": 1}, "meta_result": [1, 0],
+        "meta_mask": [1, 1],
+    }  # fmt: skip
+    record = only(table(tmp_path, row), "vision_reward")
+    assert record.id == "x1"
+    assert record.ratings == {"richness": [-2], "color_aesthetic": [1]}
+    assert record.metadata["meta_result"] == [1, 0]
+    for answer, ranks in ((1, [1, 2]), ("B", [2, 1]), (0, [1, 1])):
+        pair = {
+            "prompt": "p", "video1_path": "1.mp4", "video2_path": "2.mp4",
+            "standard_answer": answer,
+        }  # fmt: skip
+        assert only(jsonl(tmp_path, pair), "vision_reward_pairs").ranks == {"overall": ranks}
+
+
+def test_a_folder_takes_prompts_from_the_texts_beside_the_media(tmp_path):
+    for name in ("b.png", "a/c.JPG", "note.txt", "d.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "b.txt").write_text("a boat\n")
+    records = list(open_dataset(str(tmp_path)))
+    prompts = {record.id: record.prompt for record in records}
+    assert prompts == {"a/c.JPG": "", "b.png": "a boat", "d.mp4": ""}
+    assert records[0].media == [Media(str(tmp_path / "a/c.JPG"))]
+
+
+def test_a_folder_with_a_listing_is_read_by_it(tmp_path):
+    (tmp_path / "b.png").write_bytes(b"")
+    jsonl(tmp_path, {"file_name": "b.png", "text": "a boat"}, name="metadata.jsonl")
+    (record,) = open_dataset(str(tmp_path))
+    assert (record.prompt, record.media) == ("a boat", [Media(str(tmp_path / "b.png"))])
+
+
+def test_a_folder_of_parquet_files_is_one_dataset(tmp_path):
+    for k in (1, 0):
+        table(tmp_path, {"prompt": f"p{k}", "image": b"x"}, name=f"train-{k}.parquet")
+    dataset = open_dataset(str(tmp_path))
+    assert [record.prompt for record in dataset] == ["p0", "p1"]
+    assert dataset.size() == 2
+
+
+def test_columns_of_two_schemas_are_ambiguous_until_one_is_chosen(tmp_path):
+    row = {"prompt": "p", "path1": "a", "path2": "b", "left_image": "a", "right_image": "b",
+           "vote_type": "tievote"}  # fmt: skip
+    path = jsonl(tmp_path, row)
+    with pytest.raises(ValueError, match="could be of schema hpd_v3, genai_bench; say which"):
+        open_dataset(path)
+    (record,) = open_dataset(path, "genai_bench")
+    assert record.ranks == {"overall": [1, 1]}
+
+
+def test_wrong_schemas_are_refused_with_what_there_is(tmp_path):
+    path = jsonl(tmp_path, {"prompt": "p", "picture": "a.png"})
+    with pytest.raises(ValueError, match=r"no schema fits the columns picture, prompt"):
+        open_dataset(path)
+    with pytest.raises(ValueError, match=r"needs the columns jpg_0, jpg_1"):
+        open_dataset(path, "pick_a_pic")
+    with pytest.raises(ValueError, match="'picapic' is unknown; there are auto, generic"):
+        open_dataset(path, "picapic")
+    with pytest.raises(ValueError, match="does not exist"):
+        open_dataset(str(tmp_path / "none.jsonl"))
+
+
+def test_a_bad_row_is_a_record_that_says_where_and_the_next_ones_are_read(tmp_path):
+    path = Path(jsonl(tmp_path, {"prompt": "p", "image": "a.png"}))
+    bad = ["{broken", "[1]", '{"prompt": "p"}', '{"prompt": 3, "image": "a.png"}',
+           '{"image": "http://x/a.png"}', '{"images": ["a", "b"], "ranks": [1]}',
+           '{"image": "a.png", "ratings": [NaN]}', ""]  # fmt: skip
+    good = '{"prompt": "last", "image": "a.png"}'
+    path.write_text(path.read_text() + "\n".join([*bad, good]) + "\n")
+    first, *middle, last = open_dataset(str(path))
+    assert (first.problem, last.problem, last.prompt) == ("", "", "last")
+    assert [record.problem.removeprefix("invalid row: data.jsonl ") for record in middle] == [
+        "row 2: is not JSON (Expecting property name enclosed in double quotes: "
+        "line 1 column 2 (char 1))",
+        "row 3: is not a JSON object",
+        "row 4: images is not a list of media",
+        "row 5: prompt is 3, not text",
+        "row 6: image is a URL; download it first",
+        "row 7: ranks of overall must hold 2 numbers, one for each medium",
+        "row 8: ratings of overall is nan, not a finite number",
+    ]
+    assert all(not record.media for record in middle)
+
+
+def test_the_later_of_two_rows_with_one_id_is_invalid(tmp_path):
+    rows = [{"id": i, "image": f"{k}.png"} for k, i in enumerate(["a", "b", "a", "c"])]
+    problems = [record.problem for record in open_dataset(jsonl(tmp_path, *rows))]
+    assert problems == ["", "", "duplicate id: data.jsonl row 3 has id 'a' of an earlier row", ""]
+
+
+def test_a_long_json_list_is_read_item_by_item(tmp_path, monkeypatch):
+    monkeypatch.setattr(row_files, "_CHARACTERS_AT_ONCE", 5)
+    rows = [{"prompt": f"zebra {k} ]}},", "image": f"{k}.png", "seed": 10**k} for k in range(9)]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(rows, indent=1))
+    records = list(open_dataset(str(path)))
+    assert [record.prompt for record in records] == [row["prompt"] for row in rows]
+    assert [record.metadata["seed"] for record in records] == [10**k for k in range(9)]
+    path.write_text(json.dumps(rows)[:-30])
+    found = row_files.read_json(path)
+    assert next(found).fields == rows[0]
+    with pytest.raises(ValueError, match="breaks off"):
+        list(found)
+
+
+def test_parquet_rows_are_read_some_at_a_time(tmp_path, monkeypatch):
+    path = table(tmp_path, *({"prompt": f"{k}", "image": b"x"} for k in range(9)))
+    asked = []
+
+    class Watched(parquet.ParquetFile):
+        def iter_batches(self, *args, **kwargs):
+            for batch in super().iter_batches(*args, **kwargs):
+                asked.append(len(batch))
+                yield batch
+
+    monkeypatch.setattr(parquet, "ParquetFile", Watched)
+    monkeypatch.setattr(row_files, "_ROWS_AT_ONCE", 2)
+    stream = row_files.read_parquet(Path(path))
+    assert [next(stream).number for _ in range(3)] == [1, 2, 3]
+    assert sum(asked) == 4
+    assert len(list(stream)) == 6
+
+
+def test_cells_too_many_or_too_few_are_a_bad_row(tmp_path):
+    path = tmp_path / "data.csv"
+    path.write_text("prompt,image\nx,a.png\ny\nz,b.png,1\nw,c.png\n")
+    problems = [bool(record.problem) for record in open_dataset(str(path))]
+    assert problems == [False, True, True, False]
+
+
+def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
+    path = table(tmp_path, {"prompt": "p", "image": b"x"})
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"pip install 'flowalign\[data\]'"):
+        open_dataset(path)
+
+
+def test_the_identity_is_of_the_contents(tmp_path):
+    rows = [{"prompt": "p", "image": "a.png"}]
+    before = open_dataset(jsonl(tmp_path, *rows)).identity()
+    assert open_dataset(jsonl(tmp_path, *rows)).identity() == before
+    assert open_dataset(jsonl(tmp_path, {"prompt": "q", "image": "a.png"})).identity() != before
+
+
+def test_every_schema_has_a_name_of_its_own():
+    assert len(readers.SCHEMAS) == 14

@@ -1,0 +1,139 @@
+"""What is known of media before they are encoded is what decoding them gives."""
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.data.preference.convert import read_pairs
+from flowalign.data.preference.validate import Inspection
+from flowalign.media.decode import MediaProblem, decode
+from flowalign.media.encode import write_clip
+from flowalign.media.media import Media
+from tests.fixtures.preference import stored
+from tests.fixtures.training import new_learner
+from tests.fixtures.video_pixel import FRAMES, VideoPixel, clip
+
+
+def as_bytes(medium: Media) -> Media:
+    return Media(data=Path(medium.path).read_bytes())
+
+
+def phone_video(path: Path) -> None:
+    """Four frames of 16 x 8 that are shown as 8 x 16."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 16, 8, "yuv420p"
+        stream.set_display_rotation(-90)
+        for k in range(4):
+            light = np.full((8, 16, 3), 40 * k, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(light, "rgb24")))
+        container.mux(stream.encode())
+
+
+def written(folder: Path, name: str) -> Media:
+    path = folder / name
+    if name == "phone.mp4":
+        phone_video(path)
+    elif name == "still.webp":
+        Image.new("RGB", (5, 9), (200, 30, 60)).save(path)
+    else:
+        write_clip(path, clip(1), 8.0)
+    return Media(str(path), fps=8.0)
+
+
+FILES = {"a.mp4": 7, "a.webm": 7, "a.gif": 7, "a.webp": 7, "phone.mp4": 4, "still.webp": 1}
+"""Names and frames."""
+
+
+@pytest.mark.parametrize("name", [*FILES, "a"])
+def test_the_shape_of_a_medium_is_that_of_its_decoded_frames(tmp_path, name):
+    medium = written(tmp_path, name)
+    found = decode(medium).pixels
+    assert len(found) == FILES.get(name, 7)
+    assert Inspection().shape(medium) == (found.shape[3], found.shape[2], len(found))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_bytes_have_the_shape_of_their_file(tmp_path, name):
+    medium = written(tmp_path, name)
+    data = as_bytes(medium)
+    assert Inspection().shape(data) == Inspection().shape(medium)
+    assert len(decode(data).pixels) == FILES[name]
+
+
+def test_a_picture_in_bytes_is_no_animation(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("RGB", (5, 9)).save(buffer, format="PNG")
+    assert Inspection().shape(Media(data=buffer.getvalue())) == (5, 9, 1)
+
+
+def test_folders_are_equal_where_names_and_contents_of_their_frames_are(tmp_path):
+    for name, k in (("a", 1), ("same", 1), ("other", 2), ("renamed", 1), ("swapped", 1)):
+        write_clip(tmp_path / name, clip(k), 8.0)
+    (tmp_path / "same" / "notes.txt").write_text("no frame")
+    (tmp_path / "renamed" / "0006.png").rename(tmp_path / "renamed" / "0007.png")
+    first, last = (tmp_path / "swapped" / f"000{k}.png" for k in (0, 6))
+    data = first.read_bytes(), last.read_bytes()
+    first.write_bytes(data[1]), last.write_bytes(data[0])
+    media = {path.name: Media(str(path)) for path in tmp_path.iterdir()}
+    inspection = Inspection()
+    equal = {name for name, one in media.items() if inspection.same(media["a"], one)}
+    assert equal == {"a", "same"}
+    assert len({inspection.digest(one) for one in media.values()}) == 4
+
+
+def test_a_folder_that_is_not_there_or_has_no_frames_is_named(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("no frame")
+    for name, why in (("empty", "no frames"), ("gone", "missing file")):
+        medium = Media(str(tmp_path / name))
+        with pytest.raises(MediaProblem, match=f"^{why}: {tmp_path / name}"):
+            Inspection().shape(medium)
+        assert Inspection().of_pair(medium, medium).startswith(f"{why}: ")
+        with pytest.raises(MediaProblem, match=f"^{why}: {tmp_path / name}"):
+            decode(medium)
+
+
+def dataset(folder: Path, *names: tuple[str, str], fps: float = 4.0) -> str:
+    rows = [
+        {"prompt": "p" * (k + 1), "chosen": chosen, "rejected": rejected, "fps": fps}
+        for k, (chosen, rejected) in enumerate(names)
+    ]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / "pairs.jsonl")
+
+
+def test_pairs_of_folders_are_read_and_bad_ones_are_dropped_by_their_reason(tmp_path):
+    for k, frames in enumerate((FRAMES, FRAMES, 5)):
+        write_clip(tmp_path / f"{k}", clip(k, frames), 4.0)
+    write_clip(tmp_path / "copy", clip(0), 4.0)
+    (tmp_path / "empty").mkdir()
+    Image.new("RGB", (6, 9)).save(tmp_path / "empty" / "later.txt", format="PNG")
+    sides = [("0", "1"), ("0", "2"), ("0", "copy"), ("1", "empty"), ("gone", "1"), ("1", "0")]
+    pairs, tally = read_pairs(dataset(tmp_path, *sides), "chosen_rejected")
+    assert [pair.prompt for pair in pairs] == ["p", "pppppp"]
+    assert tally.dropped == {
+        "the media differ in frames": 1, "the media are equal": 1, "no frames": 1,
+        "missing file": 1,
+    }  # fmt: skip
+
+
+def test_training_on_folders_of_frames_is_training_on_their_frames(tmp_path):
+    for k in range(4):
+        write_clip(tmp_path / f"{k}", clip(k, 10), 4.0)
+    policy = VideoPixel(fps=4.0)
+    policy.num_frames = FRAMES
+    path = dataset(tmp_path, ("0", "1"), ("3", "2"))
+    stream = stored(path, new_learner(policy), batch_size=2, cache=str(tmp_path / "cache"))
+    examples = next(iter(stream.batches([0]))).examples
+    first = int(examples.cond["length"][0, 0]) == 1
+    order = [0, 3, 1, 2] if first else [3, 0, 2, 1]
+    frames = [decode(Media(str(tmp_path / str(k)))).frames[:FRAMES] for k in order]
+    assert torch.equal(examples.latents, policy.embed(torch.stack(frames)))

@@ -1,0 +1,163 @@
+"""The numbers of a comparison against values worked out by hand.
+
+Two methods of two seeds. The mean curve of `plain` is .15, .25, .65 after 0, 10, 20 trajectories;
+that of `dense` is .15, .60, .80 after 0, 5, 15, each of which costs it three reward calls.
+"""
+
+import json
+import math
+
+import pytest
+
+from flowalign.reports.comparison import (
+    AXES,
+    Band,
+    Curve,
+    Method,
+    Point,
+    at_budget,
+    band,
+    common_budget,
+    compare,
+    first_reach,
+    leads,
+    methods_of,
+    reach,
+    spread,
+    value_at,
+)
+from flowalign.reports.comparison_page import write_comparison
+
+
+def run(seed, values, trajectories, calls=1.0, seconds=1.0, diversity=math.nan):
+    points = [
+        Point(
+            step=n // 5, value=value, diversity=diversity,
+            costs={"trajectories": float(n), "reward_calls": calls * n, "decodes": calls * n,
+                   "network_evaluations": 7.0 * n, "seconds": seconds * n},
+        )
+        for value, n in zip(values, trajectories, strict=True)
+    ]  # fmt: skip
+    return Curve(seed, tuple(points))
+
+
+PLAIN = Method("plain", (
+    run(0, [0.1, 0.3, 0.5], [0, 10, 20], seconds=5.0, diversity=1.25),
+    run(1, [0.2, 0.2, 0.8], [0, 10, 20], seconds=7.0, diversity=0.75),
+))  # fmt: skip
+DENSE = Method("dense", (
+    run(0, [0.1, 0.5, 0.7], [0, 5, 15], calls=3.0, seconds=8.0),
+    run(1, [0.2, 0.7, 0.9], [0, 5, 15], calls=3.0, seconds=6.0),
+))  # fmt: skip
+
+
+def test_the_spread_is_the_samples_and_of_one_seed_unknown():
+    """(.5, .8) deviate by .15 each: sqrt(2 * .15^2 / (2 - 1))."""
+    both = spread([0.5, 0.8])
+    assert (both.mean, both.std) == pytest.approx((0.65, math.sqrt(2) * 0.15))
+    assert spread([0.5, math.nan, 0.8]).mean == pytest.approx(0.65)
+    assert math.isnan(spread([0.5]).std)
+    assert math.isnan(spread([math.nan]).mean)
+
+
+@pytest.mark.parametrize(
+    ("axis", "budget", "value"),
+    [("trajectories", 0.0, 0.1), ("trajectories", 6.0, 0.22), ("trajectories", 15.0, 0.4),
+     ("network_evaluations", 126.0, 0.46), ("seconds", 100.0, 0.5)],
+)  # fmt: skip
+def test_a_value_between_two_evaluations_is_on_the_line_between_them(axis, budget, value):
+    assert value_at(PLAIN.runs[0], axis, budget) == pytest.approx(value)
+
+
+def test_a_run_has_no_value_beyond_what_it_spent():
+    assert math.isnan(value_at(PLAIN.runs[0], "trajectories", 20.5))
+
+
+@pytest.mark.parametrize(
+    ("axis", "budget"),
+    [("trajectories", 15), ("reward_calls", 20.0), ("network_evaluations", 105), ("seconds", 90)],
+)
+def test_the_common_budget_is_what_the_cheapest_run_spent(axis, budget):
+    """In seconds the runs end at 100, 140, 120 and 90: seeds count one by one."""
+    assert common_budget([PLAIN, DENSE], axis) == budget
+
+
+def test_at_equal_budget_every_seed_is_interpolated_before_the_mean_is_taken():
+    """20 reward calls: dense is a sixth of the way from .5 to .7 and from .7 to .9."""
+    dense = at_budget(DENSE, "reward_calls", 20.0)
+    assert dense.values == pytest.approx((0.5 + 0.2 / 6, 0.7 + 0.2 / 6))
+    assert dense.mean == pytest.approx(0.6 + 0.2 / 6)
+    assert dense.std == pytest.approx(math.sqrt(2) * 0.1)
+
+
+def test_the_leader_depends_on_what_is_counted():
+    """15 trajectories: .45 against .80. 20 reward calls: .65 against .633."""
+    result = compare("strict", [PLAIN, DENSE])
+    assert result.rows[0].at_budget["trajectories"].mean == pytest.approx(0.45)
+    assert leads(result, "trajectories") == [False, True]
+    assert leads(result, "reward_calls") == [True, False]
+
+
+def test_equal_methods_share_the_lead():
+    assert leads(compare("strict", [PLAIN, PLAIN]), "seconds") == [True, True]
+
+
+def test_the_mean_curve_ends_at_the_mean_of_the_ends_though_seconds_differ():
+    curve = band(PLAIN, "seconds")
+    assert curve.cost == pytest.approx((0, 60, 120))
+    assert curve.mean == pytest.approx((0.15, 0.25, 0.65))
+    assert (curve.low, curve.high) == ((0.1, 0.2, 0.5), (0.2, 0.3, 0.8))
+
+
+def test_an_evaluation_that_one_seed_lacks_is_not_averaged():
+    short = run(1, [0.2, 0.8], [0, 20])
+    curve = band(Method("m", (PLAIN.runs[0], short)), "trajectories")
+    assert (curve.cost, curve.mean) == ((0, 20), pytest.approx((0.15, 0.65)))
+
+
+def test_reaching_the_baseline_is_told_as_a_share_of_its_own_cost():
+    """.65 is a quarter of the way from .60 to .80: 7.5 of 20 trajectories, 22.5 of 20 calls."""
+    plain, dense = compare("strict", [PLAIN, DENSE]).rows
+    assert [plain.reach[axis].share for axis in AXES] == [1.0] * 4
+    assert plain.reach["seconds"].cost == pytest.approx(120)
+    told = [(dense.reach[axis].cost, dense.reach[axis].share) for axis in AXES]
+    assert told == [
+        pytest.approx((22.5, 1.125)), pytest.approx((52.5, 0.375)),
+        pytest.approx((52.5, 52.5 / 120)), pytest.approx((7.5, 0.375)),
+    ]  # fmt: skip
+
+
+def test_a_method_that_never_gets_there_has_no_cost():
+    _, plain = compare("strict", [DENSE, PLAIN]).rows
+    assert math.isnan(plain.reach["trajectories"].cost)
+    assert math.isnan(plain.reach["trajectories"].share)
+
+
+def curve_of(*means):
+    return Band(tuple(10.0 * k for k in range(len(means))), means, means, means)
+
+
+def test_the_first_meeting_counts_although_the_curve_falls_again():
+    assert first_reach(curve_of(0.1, 0.5, 0.2, 0.9), 0.3) == pytest.approx(5.0)
+    assert first_reach(curve_of(0.1, 0.3, 0.2), 0.3) == pytest.approx(10.0)
+
+
+def test_a_baseline_that_ends_where_it_began_needed_nothing_and_gives_no_share():
+    flat = curve_of(0.4, 0.2, 0.4)
+    met = reach(curve_of(0.2, 0.6), flat, 0.4)
+    assert first_reach(flat, 0.4) == 0.0
+    assert met.cost == pytest.approx(5.0)
+    assert math.isnan(met.share)
+
+
+def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: "data:")
+    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]), ["dense seed 2"])
+    content = json.loads((tmp_path / "compare.json").read_text())
+    again = methods_of(content)
+    assert again[0] == PLAIN
+    assert again[1].runs[1].points[2].costs == DENSE.runs[1].points[2].costs
+    assert content["rows"][1]["at_budget"]["reward_calls"]["mean"] == pytest.approx(0.6 + 0.2 / 6)
+    assert content["rows"][1]["diversity"]["mean"] is None
+    assert content["missing"] == ["dense seed 2"]

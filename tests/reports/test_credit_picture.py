@@ -1,0 +1,345 @@
+"""What denoising steps have earned: recorded, drawn, and shown in the report."""
+
+import json
+import math
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.credit.branch import Branch
+from flowalign.credit.gain import Gain, NextValue
+from flowalign.credit.granular import Granular
+from flowalign.credit.outcome import Outcome
+from flowalign.credit.turning_point import TurningPoint
+from flowalign.data.prompts import Prompts
+from flowalign.reports import run_report as report
+from flowalign.reports.canvas import Scale
+from flowalign.reports.credit_chart import CreditRecord, draw
+from flowalign.reports.run_report import write_report
+from flowalign.sampling.branching import Chain, Comb, Tree
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.credit_record import (
+    CreditPictures,
+    branches,
+    record,
+    shown,
+    weighted,
+    worth_a_picture,
+)
+from flowalign.training.policy_gradient.loop import train_online
+from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from tests.credit.test_credit_in_rollouts import (
+    THREE,
+    blind_rewards,
+    moving_learner,
+    setting,
+    values_by_hand,
+)
+from tests.fixtures.fake_run import fake_run
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards
+from tests.training.test_checkpoint import go, new_run
+
+HEADING = "<h2>What each step earned</h2>"
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Other tests draw them."""
+    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+
+
+def judged(cfg, learner, trajectory, rewards=None):
+    seen = []
+    values = state_values(cfg, learner, rewards or new_rewards(), trajectory)
+    judge(cfg, learner, values, seen.append)
+    return seen[0]
+
+
+def sampled(credit, sampling, **recipe):
+    """What is judged of one rollout with this sampling."""
+    cfg, learner = new_recipe(sampling, credit=credit, **recipe), moving_learner()
+    return judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0))
+
+
+def numbers(cells):
+    return torch.tensor([[math.nan if n is None else n for n in row] for row in cells])
+
+
+def close(cells, wanted):
+    torch.testing.assert_close(numbers(cells), wanted, atol=1e-4, rtol=1e-3, equal_nan=True)
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def test_the_record_of_gains_by_hand():
+    cfg, learner, trajectory = setting(Gain())
+    v = values_by_hand(learner.policy, trajectory)[:4]
+    seen = judged(cfg, learner, trajectory)
+    made = record(7, cfg.credit, seen)
+    assert (made.step, made.prompt, made.method) == (7, "a", "Gain")
+    assert made.rule.startswith("Each stochastic step earns its gain")
+    assert made.weights == {"redness": 1.0}
+    assert made.sigmas == [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
+    assert made.states == [0, 1, 2, 3, 5]
+    nothing = torch.full((4, 1), math.nan)
+    close(made.values, v[:, made.states])
+    close(made.credit, torch.cat([v[:, made.states].diff(dim=1), nothing], 1))
+    close(made.advantage, torch.cat([seen.batch.advantage[:4, :4], nothing], 1))
+    assert made.marked is None
+    assert made.origin is None
+    assert made.trained == [0, 1, 2, 3]
+
+
+def test_several_dimensions_are_weighted():
+    cfg, learner, trajectory = setting(Gain())
+    seen = judged(cfg, learner, trajectory, new_rewards(redness=2.0, green=-0.5))
+    made = record(0, cfg.credit, seen)
+    end = learner.policy.decode(trajectory.state(5, slice(4)))[:, 0, :, 0, 0]
+    assert made.weights == {"redness": 2.0, "green": -0.5}
+    close(
+        [[row[-1]] for row in made.values], (2 * (end[:, 0] - end[:, 2]) - end[:, 1] / 2)[:, None]
+    )
+
+
+def test_only_a_dimension_that_counts_can_miss():
+    value = torch.tensor([[1.0, math.nan], [math.nan, 2.0]])
+    got = weighted(value, torch.tensor([3.0, 0.0]))
+    assert got[0] == 3
+    assert got[1].isnan()
+
+
+def test_what_failed_is_null(tmp_path):
+    cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_sample")
+    rewards = blind_rewards(learner, trajectory, "drop_sample", (1, 2))
+    seen = judged(cfg, learner, trajectory, rewards)
+    pictures = CreditPictures(tmp_path, cfg.credit, 1, 0)
+    pictures(0, seen)
+    pictures.write()
+    made = json.loads((tmp_path / "step-000000.json").read_text())
+    assert [b for b in range(4) if made["values"][b][2] is None] == [1]
+    for cells in (made["credit"], made["advantage"]):
+        assert [[n is None for n in row] for row in cells] == [
+            [False, b == 1, b == 1, False, True] for b in range(4)
+        ]
+
+
+def test_turning_points_are_marked():
+    cfg, learner, trajectory = setting(TurningPoint(balance=False))
+    seen = judged(cfg, learner, trajectory)
+    made = record(0, cfg.credit, seen)
+    assert made.marked == seen.earned.marked[:4].tolist()
+    assert any(any(row) for row in made.marked)
+
+
+def test_a_state_that_is_finished_in_several_ways_is_shown_once():
+    made = record(0, Granular(), sampled(Granular(), {}, advantage_scale="given"))
+    assert made.states == [1, 2, 3, 4]
+
+
+# Branches -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sampling", "branching"),
+    [
+        ({"branching": Comb(children=2), "samples_per_prompt": 6}, True),
+        ({"branching": Tree(children=2), "samples_per_prompt": 8}, True),
+        ({"seeds_per_prompt": 1}, False),
+        ({}, False),
+    ],
+)
+def test_samples_branch_where_they_share_noise_or_add_it_at_other_steps(sampling, branching):
+    cfg, learner = new_recipe(sampling), moving_learner()
+    assert branches(rollout(cfg, learner, THREE, 0, 0)) is branching
+
+
+def test_a_comb_shows_every_outcome_and_who_shares_what():
+    seen = sampled(Branch(), {"branching": Comb(children=2), "samples_per_prompt": 6})
+    made, trajectory = record(0, Branch(), seen), seen.batch.trajectory
+    assert made.origin == trajectory.origin[:6].tolist()
+    assert made.origin[0] == [5, 0, 0, 0, 0]
+    assert made.states == [4]
+    trained = [[n is not None for n in row] for row in made.advantage]
+    assert trained == [[k == b // 2 for k in range(4)] for b in range(6)]
+    pictures = shown(seen)
+    assert list(pictures) == [4]
+    end = seen.values.policy.decode(trajectory.state(4, slice(6)))[:, 0, :, 0, 0]
+    wanted = (end * 255).round().byte().tolist()
+    assert [picture[0, 0].tolist() for picture in pictures[4]] == wanted
+
+
+# The picture --------------------------------------------------------------------------------------
+
+
+def test_pictures_are_of_the_first_samples_and_of_the_middle_frame():
+    cfg, learner = new_recipe({"samples_per_prompt": 8}, credit=Gain()), moving_learner()
+    still = learner.policy.decode
+    learner.policy.decode = lambda x: torch.cat([0 * still(x), still(x), 0 * still(x)], 1)
+    seen = judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0))
+    pictures = shown(seen)
+    assert list(pictures) == [0, 1, 2, 4]
+    assert [len(images) for images in pictures.values()] == [6] * 4
+    colour = (still(seen.batch.trajectory.state(4, slice(5, 6)))[0, 0, :, 0, 0] * 255).round()
+    assert pictures[4][5].shape == (1, 1, 3)
+    assert pictures[4][5][0, 0].tolist() == colour.tolist()
+
+
+def test_large_pictures_are_reduced_and_keep_their_proportions():
+    cfg, learner = new_recipe(credit=Gain()), moving_learner()
+    still = learner.policy.decode
+    learner.policy.decode = lambda x: still(x).expand(-1, -1, -1, 320, 640)
+    assert shown(judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0)))[0][0].shape == (
+        80, 160, 3,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("credit", "sampling", "recipe"),
+    [
+        (TurningPoint(), {}, {}),
+        (NextValue(), {"samples_per_prompt": 1}, {"advantage_scale": "batch"}),
+        (Branch(), {"branching": Tree(), "samples_per_prompt": 16, "seeds_per_prompt": 2}, {}),
+    ],
+    ids=["turning point", "one sample", "tree"],
+)
+def test_the_record_alone_redraws_all_but_the_small_pictures(tmp_path, credit, sampling, recipe):
+    pictures = CreditPictures(tmp_path / "credit", credit, 1, 0)
+    pictures(0, sampled(credit, sampling, **recipe))
+    assert pictures.write() > 0
+    assert sorted(file.name for file in (tmp_path / "credit").iterdir()) == [
+        "step-000000.json", "step-000000.png",
+    ]  # fmt: skip
+    content = json.loads((tmp_path / "credit" / "step-000000.json").read_text())
+    draw(CreditRecord(**content), {}, tmp_path / "again.png")
+    sizes = [Image.open(tmp_path / name).size for name in ("credit/step-000000.png", "again.png")]
+    assert sizes[0] == sizes[1]
+
+
+def test_many_steps_and_samples_and_no_number_at_all_are_drawn(tmp_path):
+    some = CreditRecord(
+        0, "a" * 500, "Gain", "", {"x": -1.0}, [1.0] * 19, list(range(19)), [[0.0] * 19] * 50,
+        [[None] * 18] * 50, [[0.0] * 18] * 50, None, None,
+    )  # fmt: skip
+    draw(some, {}, tmp_path / "many.png")
+    nothing = CreditRecord(**asdict(some) | {"advantage": [[None] * 18] * 50})
+    draw(nothing, {}, tmp_path / "none.png")
+    many, none = (Image.open(tmp_path / f"{name}.png").size for name in ("many", "none"))
+    assert many[0] > none[0]
+    assert many[1] == none[1]
+
+
+def test_colours_are_symmetric_around_zero_and_numbers_readable():
+    scale = Scale([[0.5, None, -2.0]])
+    assert np.allclose(scale.colour(2.0)[2], 0.7, atol=0.01)  # blue
+    assert scale.colour(-2.0)[0] > scale.colour(-2.0)[2]  # orange
+    assert np.ptp(scale.colour(0.0)[:3]) < 0.02
+    assert [scale.told(n) for n in (None, 0.0, -0.001, 0.5)] == ["", "0.00", "0.00", "+0.50"]
+    assert Scale([[0.0042]]).told(-0.0042) == "-0.0042"
+    assert Scale([]).most == 1
+
+
+# The run and its report ---------------------------------------------------------------------------
+
+
+def test_due_are_the_first_step_the_last_and_those_before_an_evaluation(tmp_path):
+    seen = sampled(Gain(), {})
+    for every, wanted in ((0, [0, 4]), (2, [0, 1, 3, 4])):
+        pictures, due = CreditPictures(tmp_path, Gain(), 5, every), []
+        for step in range(5):
+            pictures.kept = None
+            pictures(step, seen)
+            due += [step] if pictures.kept else []
+        assert due == wanted
+
+
+def test_nothing_is_written_twice(tmp_path):
+    pictures = CreditPictures(tmp_path / "credit", Gain(), 3, 0)
+    pictures(1, sampled(Gain(), {}))
+    assert pictures.write() == 0
+    assert not (tmp_path / "credit").exists()
+
+
+def test_credit_by_outcome_has_no_picture_unless_samples_branch():
+    assert worth_a_picture(Gain(), Chain())
+    assert worth_a_picture(Outcome(), Comb())
+    assert not worth_a_picture(Outcome(), Chain())
+
+
+@pytest.mark.parametrize("credit", [Gain(), Outcome()], ids=lambda c: type(c).__name__)
+def test_a_run_writes_its_pictures_and_the_report_shows_them(tmp_path, credit):
+    go(new_run(tmp_path / "run", recipe=new_recipe(credit=credit), num_steps=2))
+    page = (tmp_path / "run" / "report.html").read_text()
+    if isinstance(credit, Outcome):
+        assert not (tmp_path / "run" / "credit").exists()
+        assert HEADING not in page
+        return
+    assert len(list((tmp_path / "run" / "credit").iterdir())) == 4
+    assert HEADING in page
+    assert "small picture is what the sampler" in page
+    for step in (0, 1):
+        assert f"earned in training step {step}, for the prompt: " in page
+
+
+def test_who_watches_changes_nothing():
+    weights = []
+    for observe in (None, lambda step, judged: shown(judged)):
+        cfg, learner = new_recipe(credit=Gain()), new_learner()
+        prompts = Prompts(PROMPTS, 3)
+        list(train_online(cfg, learner, new_rewards(), prompts, 0, range(2), observe))
+        weights.append(flat(learner.policy.denoiser))
+    assert torch.equal(*weights)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run with pictures of steps 0, 3 and 9."""
+    made = fake_run(tmp_path / "run")
+    (made / "credit").mkdir()
+    for step in (0, 3, 9):
+        content = {"step": step, "prompt": "<b>a</b>", "origin": None}
+        (made / "credit" / f"step-{step:06}.json").write_text(json.dumps(content))
+        size = (60, 30) if step == 0 else (2400, 300)
+        Image.new("RGB", size, "white").save(made / "credit" / f"step-{step:06}.png")
+    return made
+
+
+def test_the_report_shows_the_first_and_the_last_picture_legibly(folder):
+    page = write_report(folder).read_text()
+    assert page.index("<h2>Samples") < page.index(HEADING) < page.index("<h2>Checks")
+    assert "training step 0, for the prompt: &lt;b&gt;a" in page
+    assert "training step 9," in page
+    assert "training step 3," not in page
+    assert 'style="width: 40px; min-width: 30px"' in page
+    assert 'style="width: 1600px; min-width: 1200px"' in page
+
+
+def test_the_report_explains_branches_in_other_words(folder):
+    content = {"step": 0, "prompt": "a", "origin": [[0, 0]]}
+    (folder / "credit" / "step-000000.json").write_text(json.dumps(content))
+    assert "samples that share a bar" in write_report(folder).read_text()
+
+
+@pytest.mark.parametrize("broken", ["json", "png"])
+def test_a_picture_cut_short_counts_as_missing(folder, broken):
+    file = folder / "credit" / f"step-000009.{broken}"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    page = write_report(folder).read_text()
+    assert "training step 0," in page
+    assert "training step 9," not in page
+
+
+def test_a_calibration_is_shown(folder):
+    heading = "<h2>Noise levels found by calibration</h2>"
+    assert heading not in write_report(folder).read_text()
+    file = folder / "calibration.json"
+    file.write_text("{")
+    assert heading not in write_report(folder).read_text()
+    row = {"iteration": 0, "psi": [0.5, 0.3], "positive": [3, 1], "negative": [1, 3]}
+    row |= {"ties": [0, 0], "valid": [4, 4]}
+    content = {"settings": {"rule": "paper"}, "identity": {}, "sigmas": [1.0, 0.5, 0.0]}
+    file.write_text(json.dumps(content | {"psi": [0.6, 0.2], "iterations": [row]}))
+    assert heading in write_report(folder).read_text()

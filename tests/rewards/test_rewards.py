@@ -1,0 +1,253 @@
+"""Rewards in the loop: scored beside sampling, by groups, transformed, and held in bounds."""
+
+import math
+import threading
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowalign.credit.gain import Gain
+from flowalign.data.prompts import read_metadata
+from flowalign.functional.combine import Multipliers
+from flowalign.rewards.composite import Rewards
+from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, Transformed, not_dominated
+from flowalign.training.checkpoint import restore, save
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.rollouts import explore, rollout, state_values
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from tests.fixtures.pixel import Redness
+from tests.fixtures.training import Given, flat, new_learner, new_recipe, new_rewards, train
+
+THREE = ["a", "bb", "ccc"]
+
+
+class Waiting(Redness):
+    """Redness that goes on only when something has happened elsewhere."""
+
+    def __init__(self, happened, *dims):
+        super().__init__()
+        self.happened, self.calls, self.threads = happened, [], set()
+        if dims:
+            self.spec = RewardSpec(dims[0], dims, "any", (-1.0, 1.0), "Apache-2.0")
+
+    def score(self, batch):
+        self.calls.append(len(batch))
+        self.threads.add(threading.get_ident())
+        assert self.happened(), "nothing happened meanwhile"
+        return super().score(batch)
+
+
+class Rank(RewardModel):
+    """The share of its group that a sample is redder than."""
+
+    def __init__(self):
+        self.spec = RewardSpec("rank", ("rank",), "any", (0.0, 1.0), "Apache-2.0",
+                               needs=("groups",))  # fmt: skip
+        self.groups = []
+
+    def score(self, batch):
+        self.spec.screen(batch)
+        self.groups.append(list(batch.groups))
+        red, group = batch.media[:, 0, 0, 0, 0], torch.tensor(list(batch.groups))
+        same = group[:, None] == group
+        wins = ((red[:, None] > red) & same).sum(1) / (same.sum(1) - 1).clamp(min=1)
+        return RewardOutput.build(self.spec, wins[:, None])
+
+
+@pytest.mark.parametrize("credit", [None, Gain()], ids=["outcome", "gain"])
+@pytest.mark.parametrize("at_once", [1, 2, 3, 7])
+def test_sampling_some_prompts_at_a_time_changes_nothing(credit, at_once):
+    extra = {"credit": credit} if credit else {}
+    results = []
+    for prompts_at_once in (None, at_once):
+        learner = new_learner()
+        cfg = new_recipe({"micro_batch": 5}, prompts_at_once=prompts_at_once, **extra)
+        metrics = train(cfg, learner, steps=2)
+        results.append((metrics, flat(learner.policy.denoiser)))
+    (whole, weights), (lots, same) = results
+    assert_close(same, weights, atol=1e-6, rtol=1e-5)
+    for name, value in whole[-1].items():
+        if not name.startswith(("timing", "throughput")):
+            assert lots[-1][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
+
+
+def test_rewards_of_one_lot_are_computed_while_the_next_is_sampled():
+    """The first lot's rewards wait until the second is being sampled."""
+    second, calls, learner = threading.Event(), [], new_learner()
+    model, velocity = Waiting(lambda: second.wait(20)), learner.policy.velocity
+
+    def watched(x, sigma, cond):
+        calls.append(sigma)
+        if len(calls) > 4:
+            second.set()
+        return velocity(x, sigma, cond)
+
+    learner.policy.velocity = watched
+    cfg = new_recipe(prompts_at_once=1)
+    explore(cfg, learner, Rewards([model], {"redness": 1.0}), THREE, 0, 0)([4])
+    assert model.calls == [4, 4, 4]
+    assert len(calls) == 3 * 4
+
+
+def test_models_run_beside_each_other_each_in_one_thread():
+    both = threading.Barrier(2, timeout=20)
+    models = [Waiting(lambda: both.wait() >= 0), Waiting(lambda: both.wait() >= 0, "other", "more")]
+    batch = MediaBatch(torch.rand(3, 1, 3, 2, 2), THREE)
+    scoring = Rewards(models, {"redness": 1.0}).scoring()
+    scoring.add(batch)
+    scoring.add(batch.take([2, 0]))
+    output = scoring.result()
+    assert output.values.shape == (5, 4)
+    assert_close(output.values[3:], output.values[[2, 0]])
+    assert all(len(model.threads) == 1 for model in models)
+    assert models[0].threads != models[1].threads
+
+
+def test_a_models_error_reaches_the_caller():
+    class Broken(Redness):
+        def score(self, batch):
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Rewards([Broken()], {"redness": 1.0}).score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"]))
+
+
+@pytest.mark.parametrize("micro_batch", [3, 64])
+def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
+    model, learner = Rank(), new_learner()
+    cfg = new_recipe({"micro_batch": micro_batch})
+    rewards = Rewards([Redness(), model], {"rank": 1.0})
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    values = state_values(cfg, learner, rewards, trajectory)([4])[:, 0]
+    assert len(model.groups) == 1
+    assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
+    assert len(set(model.groups[0])) == 3
+    red = learner.policy.decode(trajectory.state(4))[:, 0, 0, 0, 0].view(3, 4)
+    wanted = (red[:, :, None] > red[:, None]).sum(2).flatten() / 3
+    assert_close(values[:, 2], wanted)
+
+
+def test_states_of_different_steps_are_different_groups():
+    model, learner = Rank(), new_learner()
+    cfg = new_recipe(credit=Gain())
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    state_values(cfg, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
+    assert len(set(model.groups[0])) == 6
+
+
+def test_metadata_of_a_prompt_reaches_the_models(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "text": "A"}\n\n{"prompt": "bb", "n": 2}\n')
+    seen = []
+
+    class Reader(Redness):
+        def score(self, batch):
+            seen.extend(batch.metadata)
+            return super().score(batch)
+
+    rewards = Rewards([Reader()], {"redness": 1.0}, metadata=read_metadata(str(file)))
+    rewards.score(rewards.batch(torch.rand(3, 1, 3, 2, 2), ["bb", "a", "?"]))
+    assert seen == [{"n": 2}, {"text": "A"}, {}]
+    file.write_text('{"prompt": "a", "text": "A"}\n{"prompt": "a", "text": "B"}\n')
+    with pytest.raises(ValueError, match="'a' occurs with different fields"):
+        read_metadata(str(file))
+
+
+def test_loading_prepares_exactly_the_models_that_need_it():
+    class Heavy(Redness, Loadable):
+        loaded = 0
+
+        def load(self):
+            self.loaded += 1
+
+    heavy = Heavy()
+    heavy.spec = RewardSpec("heavy", ("heavy", "too"), "any", (0.0, 1.0), "Apache-2.0")
+    Rewards([Redness(), heavy], {"redness": 1.0}).load()
+    assert heavy.loaded == 1
+
+
+# Combining ----------------------------------------------------------------------------------------
+
+
+def test_log_sigmoid_centred_by_hand_and_only_where_named():
+    transform = LogSigmoidCentred(reference={"b": 0.5}, scale=0.25)
+    values = torch.tensor([[[3.0, 0.5], [4.0, 1.0]], [[5.0, math.nan], [6.0, 0.0]]])
+    given = Transformed(Given(values), ("a", "b"), transform)([0, 1])
+    half, two = math.log(0.5), math.log(1 / (1 + math.exp(-2)))
+    wanted = [[[3.0, half], [4.0, two]], [[5.0, math.nan], [6.0, math.log(1 / (1 + math.exp(2)))]]]
+    assert_close(given, torch.tensor(wanted), equal_nan=True)
+
+
+def test_a_transform_needs_a_reference_for_each_weighted_dimension_and_no_other():
+    rewards = new_rewards()
+    LogSigmoidCentred(reference={"redness": 0.1}).check(rewards)
+    with pytest.raises(ValueError, match=r"names green; it needs a number for each of redness"):
+        LogSigmoidCentred(reference={"green": 0.1}).check(rewards)
+
+
+def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
+    learner, cfg = new_learner(), new_recipe(advantage_scale="none")
+    reference = LogSigmoidCentred(reference={"redness": -5.0})
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    plain, raw = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    cfg = new_recipe(advantage_scale="none", value_transform=reference)
+    moved, same = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    assert raw["reward/redness"] == same["reward/redness"]
+    ratio = moved.advantage.abs().sum() / plain.advantage.abs().sum()
+    assert 0.003 < ratio < 0.01, "far above the reference, log sigmoid is nearly flat: e^-5"
+
+
+def test_dominated_samples_are_not_trained_and_the_baseline_is_everyones():
+    learner = new_learner()
+    trajectory = rollout(new_recipe(), learner, THREE, 0, 0)
+    rewards = new_rewards(redness=1.0, green=1.0)
+    everyone, _ = judge(
+        new_recipe(), learner, state_values(new_recipe(), learner, rewards, trajectory)
+    )
+    cfg = new_recipe(pareto="group")
+    some, metrics = judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
+    final = state_values(cfg, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
+    above = (final[:, :, None] >= final[:, None]).all(3) & (final[:, :, None] > final[:, None]).any(
+        3
+    )
+    keep = ~above.any(1).flatten()
+    assert 0 < keep.sum() < 12
+    assert torch.equal(some.mask, everyone.mask & keep[:, None])
+    assert_close(some.advantage, everyone.advantage)
+    assert metrics["dominated"] == pytest.approx(1 - float(keep.float().mean()))
+
+
+def test_one_weighted_dimension_leaves_the_best_of_the_batch_only():
+    final = torch.tensor([[1.0, 9.0], [3.0, 0.0], [2.0, 5.0], [3.0, 1.0]])
+    rewards, group = new_rewards(), torch.tensor([0, 0, 1, 1])
+    assert not_dominated("batch", final, group, rewards).tolist() == [False, True, False, True]
+    assert not_dominated("group", final, group, rewards).tolist() == [False, True, False, True]
+    assert not_dominated("off", final, group, rewards).all()
+
+
+def test_a_dimension_beyond_its_threshold_loses_weight_and_one_below_gains():
+    for at, rises in ((5.0, True), (-5.0, False)):
+        rewards, cfg = new_rewards(), new_recipe(thresholds=Thresholds(at={"redness": at}))
+        weights = [m["weight/redness"] for m in train(cfg, new_learner(), rewards, steps=3)]
+        assert weights[0] == 0.5
+        assert (weights[2] > weights[1] > weights[0]) == rises
+        assert rewards.current_weights[1] == 0
+
+
+def test_thresholds_refuse_unweighted_dimensions():
+    with pytest.raises(ValueError, match="thresholds name green; weighted dimensions are redness"):
+        new_recipe(thresholds=Thresholds(at={"green": 1.0})).check(new_rewards())
+    with pytest.raises(ValueError, match="need a dimension"):
+        Thresholds(at={})
+
+
+def test_multipliers_survive_a_checkpoint_bit_for_bit(tmp_path):
+    start = Thresholds(at={"a": 0.3}).start(("a", "b"))
+    later = start.update(torch.tensor([0.9, math.nan])).update(torch.tensor([-0.7, math.nan]))
+    learner = new_learner()
+    folder = save(tmp_path, 1, learner, "x: 1", {"multipliers": later.state()})
+    again: Multipliers = start.restored(restore(folder, learner)["multipliers"])
+    assert torch.equal(again.raw, later.raw)
+    assert torch.equal(again.velocity, later.velocity)
+    assert later.raw[0] != 0

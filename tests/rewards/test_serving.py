@@ -1,0 +1,382 @@
+"""A reward over HTTP is the reward, on a real server that is slow, refuses, dies, comes back."""
+
+import base64
+import io
+import math
+import threading
+import time
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from PIL import Image
+from safetensors.torch import load
+from torch.testing import assert_close
+
+from flowalign.cli.serve import application, is_loopback, run, snippet
+from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
+from flowalign.rewards.server import Batcher, Limits, Service
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.errors import ConfigError
+from reward_models.remote import RemoteReward
+
+
+class Mean(RewardModel, Loadable):
+    """Mean and a prompt-dependent value; what the tests want it to do besides, it does."""
+
+    def __init__(self, name="mean", needs=(), before=lambda batch: None, load=lambda: None):
+        self.spec = RewardSpec(name, ("level", "length"), "any", (0.0, math.inf), "MIT",
+                               needs=needs, version="7")  # fmt: skip
+        self.before, self.loading, self.calls = before, load, []
+
+    def load(self):
+        self.loading()
+
+    def score(self, batch):
+        failed = self.spec.screen(batch)
+        self.calls.append(len(batch))
+        self.before(batch)
+        level = batch.media.mean((1, 2, 3, 4))
+        values = torch.stack([level, torch.tensor([len(p) / 8 for p in batch.prompts])], 1)
+        extras = [{"said": p} for p in batch.prompts]
+        return RewardOutput.build(self.spec, values, failed, values / 2, extras)
+
+
+class Running:
+    """A uvicorn server in a thread, on a free port of the loopback."""
+
+    def __init__(self, *models, token=None, port=0, **limits):
+        self.service = Service(models, Limits(**limits), token)
+        config = uvicorn.Config(application(self.service), port=port, log_level="error")
+        self.server = uvicorn.Server(config)
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+
+    def __enter__(self):
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_):
+        self.server.should_exit = True
+        self.thread.join(20)
+
+
+def client(url, **options):
+    return RemoteReward(url, ["level", "length"], **{"timeout": 20.0, "retries": 0} | options)
+
+
+def batch_of(n=3, frames=1, size=5, **columns):
+    media = torch.rand(n, frames, 3, size, size + 2, generator=torch.Generator().manual_seed(n))
+    return MediaBatch(media, ["a" * (i + 1) for i in range(n)], **columns)
+
+
+def test_a_served_model_scores_as_it_does_here():
+    references = [[torch.rand(3, 4, 6)], [], [torch.rand(3, 2, 2), torch.rand(3, 5, 1)]]
+    columns = {"fps": [8.0, 2.5, 3.0], "metadata": [{"x": 1}, {}, {"y": [2]}]}
+    batch = batch_of(frames=2, references=references, groups=[4, 4, 5], **columns)
+    seen = []
+    local, served = Mean(), Mean(before=seen.append)
+    with Running(served) as there:
+        got = client(there.url, batch_size=2).score(batch)
+    want = local.score(batch)
+    assert torch.equal(got.values, want.values)
+    assert torch.equal(got.uncertainty, want.uncertainty)
+    assert got.extras == want.extras
+    whole = seen[0].media, seen[1].media
+    assert torch.equal(torch.cat(whole), batch.media)
+    assert [list(s.fps) for s in seen] == [[8.0, 2.5], [3.0]]
+    assert [dict(m) for s in seen for m in s.metadata] == columns["metadata"]
+    assert torch.equal(seen[1].references[0][1], references[2][1])
+    assert [g for s in seen for g in s.groups] == [4, 4, 5]
+
+
+def test_pixels_of_8_bits_travel_unchanged_in_a_quarter_of_the_bytes():
+    batch = batch_of()
+    eight = MediaBatch((batch.media * 255).round() / 255, batch.prompts)
+    small, full = (b"".join(pack_batch(eight, kind, {})) for kind in ("8bit", "float32"))
+    assert torch.equal(unpack_batch(small)[0].media, eight.media)
+    assert 0 <= len(full) - len(small) - 3 * eight.media.numel() < 16
+    assert load(small)["media"].dtype == torch.uint8
+
+
+def test_a_row_that_fails_there_is_invalid_here_with_its_reason():
+    class Picky(Mean):
+        def score(self, batch):
+            output = super().score(batch)
+            bad = {i: "too short" for i, p in enumerate(batch.prompts) if len(p) == 2}
+            return RewardOutput.build(self.spec, output.values, bad)
+
+    with Running(Picky()) as there:
+        output = client(there.url, batch_size=1).score(batch_of())
+    assert output.valid.tolist() == [[True] * 2, [False] * 2, [True] * 2]
+    assert output.reasons == {1: "too short"}
+
+
+def test_requests_of_many_clients_share_batches_and_shapes_are_kept_apart():
+    gate, model = threading.Event(), Mean(before=lambda batch: gate.wait(20))
+    with Running(model, max_batch=64, max_wait_ms=1.0) as there:
+        batches = [batch_of(n, size=size) for n, size in ((1, 5), (2, 5), (3, 5), (2, 9), (4, 5))]
+        outputs = [None] * len(batches)
+
+        def ask(i):
+            outputs[i] = client(there.url).score(batches[i])
+
+        threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(batches))]
+        threads[0].start()
+        while not model.calls:
+            time.sleep(0.01)
+        for thread in threads[1:]:
+            thread.start()
+        batcher = there.service.batchers["mean"]
+        while batcher.jobs.qsize() < 4:
+            time.sleep(0.01)
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert sorted(model.calls) == [1, 2, 9]
+    for batch, output in zip(batches, outputs, strict=True):
+        assert_close(output.values, Mean().score(batch).values)
+
+
+def test_a_request_that_is_refused_does_not_take_others_of_its_batch_with_it():
+    gate = threading.Event()
+
+    def refuse_dogs(batch):
+        gate.wait(20)
+        if "dog" in batch.prompts:
+            raise ValueError("no dogs")
+
+    model = Mean(before=refuse_dogs)
+    batcher, later = Batcher(model, Limits(max_wait_ms=1.0)), time.monotonic() + 60
+    bad = MediaBatch(batch_of().media, ["cat", "dog", "cow"])
+    first = batcher.submit(batch_of(1), later)
+    while not model.calls:
+        time.sleep(0.01)
+    good, refused, last = (batcher.submit(b, later) for b in (batch_of(), bad, batch_of(2)))
+    gate.set()
+    assert all(future.result(20).valid.all() for future in (first, good, last))
+    with pytest.raises(ValueError, match="no dogs"):
+        refused.result(20)
+    assert model.calls == [1, 8, 3, 3, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_model_whose_loading_breaks_is_not_loading_for_ever():
+    def broken():
+        raise OSError("the disk is gone")
+
+    with Running(Mean(load=broken)) as there, pytest.raises(ValueError, match="has stopped"):
+        client(there.url).load()
+
+
+def test_batches_of_groupwise_models_are_not_mixed():
+    gate, model = threading.Event(), Mean(needs=("groups",), before=lambda batch: gate.wait(20))
+    with Running(model, max_wait_ms=1.0) as there:
+        run_one = lambda: client(there.url).score(batch_of(groups=[0, 0, 1]))  # noqa: E731
+        threads = [threading.Thread(target=run_one) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        batcher = there.service.batchers["mean"]
+        while not (model.calls and batcher.jobs.qsize() + len(batcher.waiting) >= 2):
+            time.sleep(0.01)
+        gate.set()
+        for thread in threads:
+            thread.join()
+    assert model.calls == [3, 3, 3]
+
+
+def test_a_request_past_its_deadline_is_invalid_and_the_next_one_is_served():
+    gate = threading.Event()
+    with Running(Mean(before=lambda batch: gate.wait(20))) as there:
+        late = client(there.url, timeout=0.3).score(batch_of())
+        gate.set()
+        good = client(there.url).score(batch_of())
+    assert not late.valid.any()
+    assert "not scored within 0.3 seconds" in late.reasons[2]
+    assert good.valid.all()
+
+
+def test_a_server_that_dies_gives_invalid_rows_and_one_that_comes_back_is_used_again():
+    batch = batch_of()
+    with Running(Mean()) as there:
+        reward = client(there.url)
+        assert reward.score(batch).valid.all()
+    dead = reward.score(batch)
+    assert not dead.valid.any()
+    assert "failed 1 times, last with ConnectionRefusedError" in dead.reasons[0]
+    with Running(Mean(), port=there.port):
+        assert reward.score(batch).valid.all()
+
+
+def test_a_transient_failure_is_tried_again():
+    failures = iter([RuntimeError("out of memory"), OSError("disk")])
+
+    def sometimes(_):
+        if error := next(failures, None):
+            raise error
+
+    with Running(Mean(before=sometimes)) as there:
+        output = client(there.url, retries=2).score(batch_of())
+        assert output.valid.all()
+
+
+def test_what_the_model_calls_wrong_is_raised_and_not_tried_again():
+    calls = []
+
+    def refuse(batch):
+        calls.append(1)
+        raise ValueError("no such prompt")
+
+    with (
+        Running(Mean(before=refuse)) as there,
+        pytest.raises(ValueError, match=r"status 422.*no such prompt"),
+    ):
+        client(there.url, retries=3).score(batch_of())
+    assert calls == [1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_defect_of_the_model_stops_it_and_leaves_no_client_waiting():
+    def defect(batch):
+        raise KeyError("a mistake of its author")
+
+    with Running(Mean(before=defect), Mean("other")) as there:
+        reward, start = client(there.url, model="mean", timeout=60.0), time.monotonic()
+        first, second = reward.score(batch_of()), reward.score(batch_of())
+        assert time.monotonic() - start < 20
+        assert "has stopped" in first.reasons[0]
+        assert "has stopped" in second.reasons[0]
+        assert client(there.url, model="other").score(batch_of()).valid.all()
+        with pytest.raises(ValueError, match="has failed"):
+            client(there.url, model="mean").load()
+
+
+def test_the_same_request_id_is_scored_once():
+    model = Mean()
+    message = b"".join(pack_batch(batch_of(), "float32", {"request_id": "one", "model": "mean"}))
+    with Running(model) as there, httpx.Client(base_url=there.url) as http:
+        headers = {"content-type": CONTENT_TYPE}
+        first, second = (
+            http.post("/score", content=message, headers=headers).json() for _ in range(2)
+        )
+    assert first == second
+    assert model.calls == [3]
+
+
+def test_png_over_json_is_understood_and_jpeg_is_not():
+    picture = Image.new("RGB", (4, 2), (255, 0, 51))
+
+    def encoded(kind):
+        buffer = io.BytesIO()
+        picture.save(buffer, kind)
+        return base64.b64encode(buffer.getvalue()).decode()
+
+    with Running(Mean()) as there, httpx.Client(base_url=there.url) as http:
+        answer = http.post("/score", json={"prompts": ["ab"], "images": [encoded("PNG")]})
+        refused = http.post("/score", json={"prompts": ["ab"], "images": [encoded("JPEG")]})
+        broken = http.post("/score", json={"prompts": ["ab"], "images": ["iVBORw0KGgo="]})
+    assert answer.json()["values"][0] == pytest.approx([(1 + 0.2) / 3, 0.25])
+    assert (refused.status_code, broken.status_code) == (400, 400)
+    assert "lossless" in refused.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"garbage", b"\x02" + b"\0" * 7 + b"{}", b"\xff" * 20, b"\x80\x04\x95pickle"]
+)
+def test_garbage_is_refused_whatever_it_claims_to_be(body):
+    with Running(Mean()) as there, httpx.Client(base_url=there.url) as http:
+        for kind in (CONTENT_TYPE, "application/json"):
+            assert (
+                http.post("/score", content=body, headers={"content-type": kind}).status_code == 400
+            )
+
+
+def test_a_request_that_is_too_large_is_refused():
+    with (
+        Running(Mean(), max_request_mb=0.01) as there,
+        pytest.raises(ValueError, match="status 413"),
+    ):
+        client(there.url).score(batch_of(size=64))
+
+
+def test_health_says_loading_then_ready_and_failed_with_the_reason():
+    gate = threading.Event()
+    with Running(Mean(load=lambda: gate.wait(20))) as there, httpx.Client(base_url=there.url) as h:
+        assert (h.get("/health").status_code, h.get("/health").json()["status"]) == (503, "loading")
+        gate.set()
+        client(there.url).load()
+        assert h.get("/health").json()["models"] == {"mean": "ready"}
+
+    def fail():
+        raise ValueError("weights are missing")
+
+    with Running(Mean(load=fail)) as there, pytest.raises(ValueError, match="weights are missing"):
+        client(there.url).load()
+
+
+def test_the_clients_spec_is_the_servers_with_its_fingerprint():
+    with Running(Mean()) as there:
+        reward = client(there.url)
+        reward.load()
+    assert reward.spec.scale == (0.0, math.inf)
+    assert Mean().spec.fingerprint() in reward.spec.version
+
+
+def test_loading_refuses_other_dimensions_unknown_models_and_absent_servers():
+    with Running(Mean(), Mean("other")) as there:
+        with pytest.raises(ValueError, match="gives level, length, not level"):
+            RemoteReward(there.url, ["level"], "other", timeout=2.0).load()
+        with pytest.raises(ValueError, match="no model None; it has mean, other"):
+            client(there.url).load()
+        assert client(there.url, model="other").score(batch_of()).valid.all()
+    with pytest.raises(ValueError, match="cannot be reached"):
+        client(there.url, timeout=1.0).load()
+    with pytest.raises(ValueError, match="must start with http"):
+        RemoteReward("localhost:8411", ["level"])
+
+
+def test_a_token_is_asked_for(monkeypatch):
+    with Running(Mean(), token="secret") as there:
+        with pytest.raises(ValueError, match="401"):
+            client(there.url).load()
+        monkeypatch.setenv("FLOWALIGN_REWARD_TOKEN", "secret")
+        assert client(there.url).score(batch_of()).valid.all()
+
+
+def test_other_machines_are_served_with_a_token_only(monkeypatch):
+    import argparse
+
+    monkeypatch.delenv("FLOWALIGN_REWARD_TOKEN", raising=False)
+    args = argparse.Namespace(host="0.0.0.0", token_env="FLOWALIGN_REWARD_TOKEN", rewards="x")
+    with pytest.raises(ConfigError, match="clients need a token"):
+        run(args)
+    assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "host")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {}, [], {"values": [[1.0, 2.0]], "uncertainty": None, "reasons": {}, "extras": []},
+        {"values": [[1.0]] * 3, "uncertainty": None, "reasons": {}, "extras": []},
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_length_is_an_error(content):
+    with pytest.raises(ValueError, match=r"answer|dimensions"):
+        output_from_json(content, Mean().spec, 3)
+
+
+def test_the_snippet_is_a_run_files_reward_list(tmp_path):
+    from flowalign.rewards.config import load_rewards
+
+    with Running(Mean(), Mean("other")) as there:
+        file = tmp_path / "rewards.yaml"
+        file.write_text(snippet(there.service, there.url))
+        models, _ = load_rewards(str(file))
+    assert [m.model for m in models] == ["mean", "other"]
+    assert models[1].spec.dims == ("level", "length")

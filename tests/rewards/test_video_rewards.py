@@ -1,0 +1,254 @@
+"""Rewards of videos in the loop: frame rates, frames, checklists, and that still video loses."""
+
+import math
+from statistics import mean, pstdev
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from flowalign.credit.gain import Gain
+from flowalign.rewards.composite import Rewards
+from flowalign.rewards.objectives import Thresholds
+from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.rollouts import explore
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.backbones import Encoder
+from reward_models.checklist import read_sheet
+from reward_models.gated import Gated
+from reward_models.motion import DynamicDegree, FlowSmoothness
+from reward_models.per_frame import PerFrame
+from reward_models.temporal import SubjectConsistency, TemporalFlicker
+from reward_models.vision_reward import vision_reward_video
+from tests.fixtures.fake_judge import FakeJudge
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
+
+THREE = ["a", "bb", "ccc"]
+SPEEDS = (0, 1, 2, 4)
+"""Pixels per frame of the four samples of a prompt. A pixel is 256 / 32 of those of flow."""
+
+
+def texture() -> Tensor:
+    coarse = torch.rand(1, 3, 12, 24, generator=torch.Generator().manual_seed(4))
+    return 0.2 + 0.6 * F.interpolate(coarse, (64, 128), mode="bicubic").clamp(0, 1)[0]
+
+
+class Slides(PixelPolicy):
+    """Latents [n, 3, 1, 1, 1]; six frames that look at a texture. Sample g of a prompt moves by
+    SPEEDS[g], or by what `speed` makes of its latent."""
+
+    fps = 8.0
+
+    def __init__(self, speed=None):
+        super().__init__()
+        self.speed, self.texture = speed, texture()
+
+    def noise(self, num_samples, generator):
+        return super().noise(num_samples, generator)[:, :, None, None, None]
+
+    def velocity(self, x, sigma, cond):
+        return super().velocity(x.flatten(1), sigma, cond).view_as(x)
+
+    def decode(self, x):
+        speeds = [SPEEDS[i % 4] if self.speed is None else self.speed(z) for i, z in enumerate(x)]
+        starts = [[2 + k * speed for k in range(6)] for speed in speeds]
+        return torch.stack(
+            [torch.stack([self.texture[:, 3:35, at : at + 48] for at in row]) for row in starts]
+        )
+
+
+def by_colour(latent: Tensor) -> int:
+    return round(4 * float(latent[0].sigmoid()))
+
+
+class Watched(RewardModel):
+    """Mean brightness; remembers the frame rates, and needs them."""
+
+    def __init__(self):
+        self.spec = RewardSpec("watched", ("bright",), "video", (0.0, 1.0), "MIT", needs=("fps",))
+        self.fps = []
+
+    def score(self, batch):
+        failed = self.spec.screen(batch)
+        self.fps += list(batch.fps)
+        return RewardOutput.build(self.spec, batch.media.mean((1, 2, 3, 4))[:, None], failed)
+
+
+# The rate of frames -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("credit", "states"), [(None, 1), (Gain(), 4)], ids=["outcome", "gain"])
+def test_the_policys_frame_rate_reaches_rewards_of_every_valued_state(credit, states):
+    model, cfg = Watched(), new_recipe(**{"credit": credit} if credit else {})
+    (metrics,) = train(cfg, new_learner(Slides(by_colour)), Rewards([model], {"bright": 1.0}))
+    assert model.fps == [8.0] * 12 * states
+    assert math.isfinite(metrics["reward/bright"])
+
+
+def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(THREE))
+    model, policy = Watched(), Slides(by_colour)
+    rewards = Rewards([model], {"bright": 1.0})
+    evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
+    assert model.fps == [8.0] * 5
+    cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
+    next(cfg.open(new_learner(policy), rewards, 0, ALONE).batches([0]))
+    assert model.fps == [8.0] * 11
+
+
+def test_pictures_have_no_frame_rate():
+    media = torch.rand(2, 1, 3, 4, 5)
+    assert Rewards([Redness()], {}).batch(media, ["a", "b"]).fps == ()
+    assert Rewards([Redness()], {}).batch(media, ["a", "b"], fps=12.5).fps == (12.5, 12.5)
+
+
+def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights():
+    pictures, videos = PixelPolicy(), Slides()
+    for model in (DynamicDegree(), Watched()):
+        with pytest.raises(ValueError, match=f"{model.spec.name}' needs frames per second; Pixel"):
+            Rewards([Redness(), model], {}).check_policy(pictures)
+    with pytest.raises(ValueError, match="'flow_smoothness' scores videos; PixelPolicy makes pic"):
+        Rewards([FlowSmoothness()], {}).check_policy(pictures)
+    with pytest.raises(ValueError, match=r"'redness' scores images; Slides .*per_frame\.PerFrame"):
+        Rewards([Redness()], {}).check_policy(videos)
+    Rewards([Redness()], {}).check_policy(pictures)
+    Rewards([DynamicDegree(), FlowSmoothness(), PerFrame(Redness())], {}).check_policy(videos)
+
+
+def test_neighbours_taken_out_of_a_batch_are_not_copied_and_others_are_in_order():
+    media = torch.arange(5.0)[:, None, None, None, None].repeat(1, 2, 3, 2, 2)
+    batch = MediaBatch(media, list("abcde"), fps=[1.0, 2.0, 3.0, 4.0, 5.0])
+    for rows in ([3], [1, 2, 3], range(2, 5), [3, 2], [0, 2], [1, 1], []):
+        part = batch.take(rows)
+        assert part.media[:, 0, 0, 0, 0].tolist() == list(rows)
+        assert list(part.prompts) == ["abcde"[i] for i in rows]
+        shared = part.media.untyped_storage().data_ptr() == media.untyped_storage().data_ptr()
+        assert shared == (list(rows) in ([3], [1, 2, 3], [2, 3, 4]))
+
+
+# Frames, and checklists ---------------------------------------------------------------------------
+
+
+def test_an_image_reward_trains_a_policy_of_videos_frame_by_frame():
+    reward = PerFrame(Redness(), "soft_min", 0.1, frames=3, at_once=5)
+    learner = new_learner(Slides(by_colour))
+    before = flat(learner.policy.denoiser)
+    (metrics,) = train(
+        new_recipe({"micro_batch": 5}), learner, Rewards([reward], {"redness_soft_min": 1.0})
+    )
+    assert -1 < metrics["reward/redness_soft_min"] < 1
+    assert metrics["zero_std_ratio"] == 0
+    assert not torch.equal(flat(learner.policy.denoiser), before)
+
+
+def test_visionreward_video_is_a_reward_of_an_online_step():
+    class Asked(FakeJudge):
+        video_needs = ("fps",)
+
+        def ask(self, batch, questions):
+            assert batch.media.shape[1] == 6
+            assert list(batch.fps) == [8.0] * len(batch)
+            return super().ask(batch, questions)
+
+    judge_, learner = Asked(), new_learner(Slides())
+    rewards = Rewards([vision_reward_video(judge_)], {"overall": 1.0})
+    cfg = new_recipe({"micro_batch": 4})
+    batch, metrics = judge(cfg, learner, explore(cfg, learner, rewards, THREE, 0, 0))
+    assert len(judge_.asked) == 12
+    sheet = read_sheet("vision_reward_video")
+    written = [q.replace("[[prompt]]", "bb") for q in sheet.questions]
+    assert judge_.asked[4:8] == [written] * 4
+    weights = [item.weight for item in sheet.items]
+    clip = learner.policy.decode(torch.zeros(4, 3, 1, 1, 1))
+    yes = Asked().ask(MediaBatch(clip, ["bb"] * 4, fps=[8.0] * 4), [written] * 4)
+    scores = [
+        sum(w if p > 0.5 else -w for w, p in zip(weights, row, strict=True)) / len(weights)
+        for row in yes.tolist()
+    ]
+    wanted = torch.tensor(standardised(scores))[:, None].expand(4, 3)
+    assert_close(batch.advantage[4:8, :3], wanted, atol=1e-4, rtol=0)
+    assert metrics["zero_std_ratio"] < 1
+
+
+# That still video does not win --------------------------------------------------------------------
+
+
+class Quarters(Encoder):
+    """The means of the four quarters of a picture, centred."""
+
+    reads_prompts, version = False, "quarters"
+
+    def read(self):
+        self.module = nn.Identity()
+
+    def pictures(self, frames):
+        return F.adaptive_avg_pool2d(frames, 2).flatten(1) - 0.5
+
+    def prompts(self, prompts):
+        return torch.zeros(len(prompts), 0)
+
+
+def standardised(values: list[float]) -> list[float]:
+    """What a group's rewards are worth against each other: (value - mean) / (std + 1e-4)."""
+    return [(v - mean(values)) / (pstdev(values) + 1e-4) for v in values]
+
+
+def calm() -> list[RewardModel]:
+    """Three rewards that a still clip maximises."""
+    return [FlowSmoothness(), TemporalFlicker(), SubjectConsistency(Quarters(), device="cpu")]
+
+
+CALM = {"smoothness": 0.3, "flicker": 0.2, "consistency": 0.1}
+
+
+def judged(rewards: Rewards, **recipe):
+    """Advantages of a prompt's four samples, and their rewards by name."""
+    cfg, learner = new_recipe(**recipe), new_learner(Slides())
+    values = explore(cfg, learner, rewards, ["a"], 0, 0)
+    batch, metrics = judge(cfg, learner, values)
+    named = dict(zip(rewards.dims, values([4])[:, 0].T.tolist(), strict=True))
+    return batch.advantage[:, 0].tolist(), named, metrics
+
+
+def test_alone_the_rewards_of_calm_prefer_the_still_clip():
+    advantage, scores, _ = judged(Rewards(calm(), CALM))
+    for dim in CALM:
+        assert scores[dim][0] == max(scores[dim]) == pytest.approx(1)
+        assert scores[dim][1] < 0.999
+    assert advantage[0] == max(advantage) > 0
+
+
+def test_below_a_threshold_of_motion_the_still_clip_is_not_preferred():
+    rewards = Rewards([*calm(), DynamicDegree()], CALM | {"dynamic": 1.4})
+    floor = Thresholds(at={"dynamic": 0.9}, rate=1.0)
+    advantage, scores, metrics = judged(rewards, thresholds=floor)
+    assert scores["dynamic"] == [0, 1, 1, 1]
+    assert metrics["weight/dynamic"] == pytest.approx(1.4 / 2)
+    still, moving = -math.sqrt(3), 1 / math.sqrt(3)  # of 0, 1, 1, 1: mean 3/4, deviation sqrt(3)/4
+    by_hand = [0.7 * x for x in (still, moving, moving, moving)]
+    for dim, weight in CALM.items():
+        terms = standardised(scores[dim])
+        by_hand = [sum(x) for x in zip(by_hand, (weight * t for t in terms), strict=True)]
+    assert advantage == pytest.approx(by_hand, abs=3e-3)
+    assert advantage[0] == min(advantage) < 0
+    # A mean of 0.75 misses 0.9: from sigmoid(0) the weight rises by sigmoid'(0) times what misses.
+    raised = 1 / (1 + math.exp(-0.25 * 0.15))
+    assert rewards.current_weights[3].item() == pytest.approx(1.4 * raised, abs=1e-4)
+
+
+def test_behind_a_gate_of_motion_calm_is_worth_nothing_to_the_still_clip():
+    gated = Gated(FlowSmoothness(), DynamicDegree(), "motion", 12.0)
+    assert gated.spec.dims == ("dynamic", "motion", "smoothness")
+    advantage, scores, _ = judged(Rewards([gated], {"smoothness": 1.0}))
+    _, open_, _ = judged(Rewards([FlowSmoothness()], {"smoothness": 1.0}))
+    assert scores["motion"][1] < 12 < scores["motion"][2]
+    passed = open_["smoothness"][2:]
+    assert scores["smoothness"] == pytest.approx([0, 0, *passed])
+    assert advantage == pytest.approx(standardised([0, 0, *passed]), abs=1e-4)
+    assert advantage[0] == min(advantage) < 0 < advantage[2]

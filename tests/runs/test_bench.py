@@ -1,0 +1,36 @@
+import pytest
+import torch
+
+from flowalign.runs import bench
+from flowalign.runs.config import load
+from flowalign.utils.costs import Costs
+from flowalign.data.prompts import Prompts
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.loop import update
+from flowalign.rewards.composite import Rewards
+from tests.fixtures.training import new_learner
+
+DENSE = "flowalign.credit.gain.Gain"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], [f"recipe.credit={DENSE}"], ["recipe.algorithm.kl_coef=0.1", "recipe.epochs_per_step=2"]],
+    ids=["outcome", "dense", "kl"],
+)
+def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
+    sizes = {"prompts_per_step": 2, "sampling.samples_per_prompt": 3, "sampling.num_steps": 4}
+    small = [f"recipe.{name}={size}" for name, size in sizes.items()]
+    run, _ = load("configs/shapes.yaml", [*small, *overrides])
+    run.policy.load(torch.device("cpu"))
+    learner, costs = new_learner(policy=run.policy), Costs()
+    costs.watch(run.policy.denoiser)
+    rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
+    trajectory = rollout(run.recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
+    batch, _ = judge(run.recipe, learner, state_values(run.recipe, learner, rewards, trajectory))
+    update(run.recipe, learner, batch, 0, 0)
+    step = (costs.sampling_evaluations, costs.training_evaluations)
+    bench._bare(run, trajectory)
+    floor = (costs.sampling_evaluations - step[0], costs.training_evaluations - step[1])
+    assert floor == step

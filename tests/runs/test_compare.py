@@ -1,0 +1,494 @@
+"""`flowalign compare`: what is run, what is kept, what is refused, and what is written."""
+
+import base64
+import io
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from flowalign.cli import main as cli
+from flowalign.reports import comparison_page
+from flowalign.runs import compare as comparing
+from flowalign.runs import session as runs
+from flowalign.runs.compare import Request, compare, curve, held_out
+from flowalign.reports.comparison import AXES, Comparison
+from flowalign.reports.comparison_page import spent_by_all
+from flowalign.runs.config import load
+from flowalign.training.learner import TrainingFailure
+from tests.fixtures.pixel import Redness
+
+P, S = 2, 3
+"""Prompts and samples a step."""
+
+
+@pytest.fixture(autouse=True)
+def _drawing_only_where_it_matters(request, monkeypatch):
+    """Drawing takes a second; the test that looks at pictures asks for `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr(comparison_page, "chart", lambda *_: "data:image/svg+xml;base64,")
+        monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
+        monkeypatch.setattr(runs, "write_report", lambda _: None)
+
+
+@pytest.fixture
+def drawn():
+    """The charts are really drawn."""
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a run file of two steps on pixels, evaluated after each of them."""
+    for name in ("train", "seen", "unseen"):
+        (tmp_path / f"{name}.txt").write_text(f"a\nbb{name}\n")
+
+    def write(name: str, rate: float = 1e-2, **changes) -> str:
+        content = {
+            "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
+            "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+            "reward_weights": {"redness": 1.0},
+            "prompts": str(tmp_path / "train.txt"),
+            "num_steps": 2,
+            "recipe": {"prompts_per_step": P,
+                       "sampling": {"num_steps": 3, "samples_per_prompt": S},
+                       "algorithm": {"class_path": "flowalign.losses.policy_gradient.grpo.GRPO"}},
+            "optimizer": {"learning_rate": rate},
+            "evaluation": {"prompts": {n: str(tmp_path / f"{n}.txt") for n in ("seen", "unseen")},
+                           "num_prompts": 8, "num_steps": 2, "every": 1},
+            "checkpoints": {"every": 1}, "device": "cpu", "threads": 1,
+        }  # fmt: skip
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content | changes))
+        return str(tmp_path / f"{name}.yaml")
+
+    return write
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Runs go through this process instead of one of their own; the commands that were run."""
+    commands = []
+
+    def run_all(jobs, at_once, say):
+        failed = []
+        for job in jobs:
+            commands.append(job.command)
+            with pytest.raises(SystemExit) as ended:
+                cli.main(job.command[3:])
+            failed += [job] if ended.value.code else []
+        return failed
+
+    monkeypatch.setattr(comparing, "run_all", run_all)
+    return commands
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    """A test fails if anything would be run."""
+
+    def run_all(jobs, *_):
+        assert [job.name for job in jobs] == []
+        return []
+
+    monkeypatch.setattr(comparing, "run_all", run_all)
+
+
+def request(*configs, out, seeds=(0, 1), **others) -> Request:
+    others = {"metric": "redness"} | others
+    return Request(configs, others.pop("overrides", []), list(seeds), Path(out), **others)
+
+
+@cache
+def resolved(config: str) -> str:
+    """With seed 99 in the folder THERE."""
+    return load(config, ["--seed", "99", "--output_dir", "THERE"])[1]
+
+
+def fake_run(config: str, folder: Path, seed: int, values: dict[int, float], status="finished"):
+    """A run directory with these values of the two splits' mean, by step."""
+    folder.mkdir(parents=True)
+    text = resolved(config).replace("seed: 99", f"seed: {seed}").replace("THERE", str(folder))
+    (folder / "config.yaml").write_text(text)
+    (folder / "summary.json").write_text(json.dumps({"status": status}))
+    rows = [
+        {"step": max(done - 1, 0), "seconds": 9.0 * done, "evaluated_after": float(done),
+         "eval/seen/redness": value + 0.1, "eval/unseen/redness": value - 0.1,
+         "eval/redness": 0.0, "eval/diversity": 1.0 - 0.1 * done,
+         "cost/reward_calls": 6.0 * done, "cost/decodes": 6.0 * done,
+         "cost/network_evaluations": 40.0 * done, "cost/seconds": (2.0 + seed) * done}
+        for done, value in values.items()
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def finished(write, tmp_path):
+    """Two methods of two finished seeds: `plain` ends at .5 and .7, `fast` at .7 and .8."""
+    configs = [write("plain"), write("fast", 3e-2)]
+    ends = {("plain", 0): 0.5, ("plain", 1): 0.7, ("fast", 0): 0.7, ("fast", 1): 0.8}
+    for (name, seed), end in ends.items():
+        config = configs[name == "fast"]
+        values = {0: 0.2, 1: 0.3 if name == "plain" else 0.6, 2: end}
+        fake_run(config, tmp_path / "out" / name / f"seed{seed}", seed, values)
+    return configs
+
+
+def quiet(_: str) -> None:
+    """Says nothing."""
+
+
+def test_two_methods_and_two_seeds_are_run_compared_and_resumed(write, tmp_path, here):
+    """Really trained. One summary is deleted: that run alone goes on, and ends where it ended."""
+    asked = request(write("plain"), write("fast", 3e-2), out=tmp_path / "out")
+    first = compare(asked, quiet)
+    folders = sorted(str(p.parent.relative_to(tmp_path / "out"))
+                     for p in (tmp_path / "out").glob("*/*/summary.json"))  # fmt: skip
+    assert folders == ["fast/seed0", "fast/seed1", "plain/seed0", "plain/seed1"]
+    assert len(here) == 4
+    assert first.metric == "redness"
+    for row in first.rows:
+        assert [p.step for p in row.method.runs[0].points] == [0, 1, 2]
+        assert row.costs["trajectories"] == 2 * P * S
+        assert row.costs["reward_calls"] == 2 * P * S
+        assert [p.costs["reward_calls"] for p in row.method.runs[1].points] == [0, P * S, 2 * P * S]
+        begun = dict(row.method.runs[0].points[0].costs)
+        assert 0 <= begun.pop("seconds") < 0.5
+        assert set(begun.values()) == {0.0}
+        assert row.costs["seconds"] > 0
+    (tmp_path / "out" / "fast" / "seed1" / "summary.json").unlink()
+    here.clear()
+    second = compare(asked, quiet)
+    assert [(c[4], c[-1]) for c in here] == [(asked.configs[1], "--resume")]
+    assert [row.final for row in second.rows] == [row.final for row in first.rows]
+    here.clear()
+    assert compare(asked, quiet) == second
+    assert here == []
+
+
+def test_costs_of_a_run_are_recorded_with_every_row_and_end_at_the_summary(write, tmp_path, here):
+    compare(request(write("plain"), out=tmp_path / "out", seeds=[3]), quiet)
+    folder = tmp_path / "out" / "plain" / "seed3"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((folder / "summary.json").read_text())
+    for name in ("reward_calls", "decodes", "network_evaluations", "seconds"):
+        costs = [row[f"cost/{name}"] for row in rows]
+        assert costs == sorted(costs)
+        assert costs[0] == 0
+        assert costs[-1] == pytest.approx(summary[name], abs=0.1)
+    assert rows[-1]["evaluated_after"] == 2
+
+
+def test_finished_runs_are_only_drawn(finished, tmp_path, nothing_runs):
+    said = []
+    result = compare(request(*finished, out=tmp_path / "out"), said.append)
+    assert [row.final.mean for row in result.rows] == [pytest.approx(0.6), pytest.approx(0.75)]
+    assert len([line for line in said if line.startswith("kept")]) == 4
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {
+        "plain", "fast", "compare.json", "compare.png", "compare.html",
+    }  # fmt: skip
+
+
+def test_the_page_needs_nothing_but_itself_and_shows_all_methods(
+    finished, tmp_path, nothing_runs, drawn
+):
+    compare(request(*finished, out=tmp_path / "out"), quiet)
+    page = (tmp_path / "out" / "compare.html").read_text()
+    sources = re.findall(r'(?:src|href)="(.{19})', page)
+    assert sources == ["data:image/svg+xml;"] * 3
+    bare = re.sub(r'src="data:[^"]*"', "", page)
+    assert "http" not in bare
+    assert "<script" not in bare
+    assert "fast ends highest in held-out redness: 0.750 ± 0.071" in bare
+    assert "<b>0.750 ± 0.071</b>" in bare
+    assert "0.500 / 0.700" in bare
+    assert "supports no claim" not in bare
+    assert 1500 < Image.open(tmp_path / "out" / "compare.png").width < 3000
+
+
+def test_the_page_shows_what_steps_earned_where_a_method_credits_steps(
+    finished, tmp_path, nothing_runs
+):
+    """The last picture of the lowest seed, of the methods that have one."""
+    out = tmp_path / "out"
+    compare(request(*finished, out=out), quiet)
+    assert "What each step earned" not in (out / "compare.html").read_text()
+    folder = out / "fast" / "seed0" / "credit"
+    folder.mkdir()
+    for step, colour in ((0, "red"), (9, "blue")):
+        Image.new("RGB", (1800, 600), colour).save(folder / f"step-{step:06d}.png")
+    comparison = compare(request(*finished, out=out), quiet)
+    ((name, address),) = comparison_page.credit_pictures(out, comparison)
+    picture = Image.open(io.BytesIO(base64.b64decode(address.split(",")[1])))
+    assert name == "fast"
+    assert picture.size == (900, 300)
+    assert picture.getpixel((5, 5))[2] > 200
+    assert "What each step earned" in (out / "compare.html").read_text()
+
+
+def test_the_page_tells_where_a_method_met_the_baseline(finished, tmp_path, nothing_runs):
+    """.6 is the mean of `fast` after one step of two: half of every cost."""
+    compare(request(*finished, out=tmp_path / "out"), quiet)
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert 'data-name="trajectories">6 (50%)<' in page
+    compare(request(*finished[::-1], out=tmp_path / "out"), quiet)
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert page.count("not reached") == 4
+
+
+def test_methods_that_end_alike_are_both_named(finished, tmp_path, nothing_runs):
+    folder = tmp_path / "out" / "fast"
+    for seed in (0, 1):
+        source = tmp_path / "out" / "plain" / f"seed{seed}" / "metrics.jsonl"
+        (folder / f"seed{seed}" / "metrics.jsonl").write_text(source.read_text())
+    compare(request(*finished, out=tmp_path / "out"), quiet)
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert "plain and fast end highest in held-out redness: 0.600 ± 0.141. At 12 reward" in page
+    assert "plain and fast lead with 0.600" in page
+
+
+def test_one_seed_is_allowed_and_said_to_support_no_claim(finished, tmp_path, nothing_runs):
+    compare(request(*finished, out=tmp_path / "out", seeds=[1]), quiet)
+    assert (
+        "supports no claim about which one is better"
+        in (tmp_path / "out" / "compare.html").read_text()
+    )
+
+
+def test_the_metric_is_the_mean_over_splits_not_over_pictures():
+    row = {"eval/a/strict": 0.2, "eval/b/strict": 0.6, "eval/strict": 0.3, "eval/a/colour": 1.0}
+    assert held_out(row, "strict") == pytest.approx(0.4)
+    assert held_out({"eval/a/strict": 0.2, "eval/strict": 0.3}, "strict") == 0.2
+    assert held_out({"eval/diversity": 1.5}, "diversity") == 1.5
+    assert held_out({"eval/a/strict": None}, "strict") != held_out({}, "strict")  # both are NaN
+
+
+def test_an_evaluation_repeated_after_a_kill_counts_once_and_a_null_not_at_all(
+    finished, tmp_path, nothing_runs
+):
+    folder = tmp_path / "out" / "plain" / "seed0"
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[2]) | {"eval/seen/redness": 0.9, "eval/unseen/redness": 0.7}
+    null = json.loads(lines[1]) | {"eval/seen/redness": None}
+    content = [lines[0], json.dumps(null), lines[2], json.dumps(last)]
+    (folder / "metrics.jsonl").write_text("\n".join(content) + "\n")
+    result = compare(request(*finished, out=tmp_path / "out"), quiet)
+    points = result.rows[0].method.runs[0].points
+    assert [(p.step, p.value) for p in points] == [(0, 0.2), (2, pytest.approx(0.8))]
+    assert [p.costs["trajectories"] for p in points] == [0, 2 * P * S]
+
+
+def test_a_curve_holds_the_seconds_of_its_own_seed(finished, tmp_path):
+    """Seconds of seed 1 are 3 a step, of seed 0 they are 2."""
+    entries = comparing.read(request(*finished, out=tmp_path / "out"))
+    folder = tmp_path / "out" / "fast" / "seed1"
+    single = comparing.Single(entries[1], 1, folder, "keep")
+    assert [p.costs["seconds"] for p in curve(single, "redness").points] == [0, 3, 6]
+
+
+def test_a_run_of_an_earlier_version_without_costs_is_named(finished, tmp_path, nothing_runs):
+    metrics = tmp_path / "out" / "fast" / "seed0" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("cost/", "old/"))
+    with pytest.raises(ValueError, match=r"fast/seed0 recorded no costs.*delete"):
+        compare(request(*finished, out=tmp_path / "out"), quiet)
+
+
+def test_a_folder_with_other_settings_is_refused_with_the_difference_and_a_way_out(
+    finished, tmp_path, nothing_runs
+):
+    overrides = ["--optimizer.learning_rate", "0.5"]
+    with pytest.raises(ValueError, match=r"plain/seed0 holds a run with other settings") as caught:
+        compare(request(*finished, out=tmp_path / "out", overrides=overrides), quiet)
+    lines = str(caught.value).splitlines()
+    assert lines[1:] == [
+        "optimizer.learning_rate 0.01 there, 0.5 now", "choose another --out, or delete that folder"
+    ]  # fmt: skip
+
+
+def test_a_setting_that_another_version_did_not_know_is_named(finished, tmp_path, nothing_runs):
+    config = tmp_path / "out" / "plain" / "seed0" / "config.yaml"
+    text = config.read_text()
+    assert "    seeds_per_prompt: null\n" in text
+    config.write_text(text.replace("    seeds_per_prompt: null\n", ""))
+    with pytest.raises(ValueError, match="seeds_per_prompt unknown there, None now"):
+        compare(request(*finished, out=tmp_path / "out"), quiet)
+
+
+def test_a_folder_of_something_else_is_refused(write, tmp_path, nothing_runs):
+    folder = tmp_path / "out" / "plain" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="holds no run"):
+        compare(request(write("plain"), out=tmp_path / "out"), quiet)
+
+
+@pytest.mark.parametrize(("saved", "option"), [(None, "--overwrite"), ("step-000001", "--resume")])
+def test_an_interrupted_run_goes_on_from_a_checkpoint_or_starts_anew(
+    write, tmp_path, monkeypatch, saved, option
+):
+    config, asked = write("plain"), []
+    folder = tmp_path / "out" / "plain" / "seed4"
+    fake_run(config, folder, 4, {0: 0.1}, status="interrupted")
+    if saved:
+        (folder / "checkpoints" / saved).mkdir(parents=True)
+    monkeypatch.setattr(comparing, "run_all", lambda jobs, *_: asked.extend(jobs) or [])
+    compare(request(config, out=tmp_path / "out", seeds=[4], overrides=["num_steps=2"]), quiet)
+    assert asked[0].command[1:] == [
+        "-m", "flowalign", "train", config, "num_steps=2",
+        "--seed", "4", "--output_dir", str(folder), option,
+    ]  # fmt: skip
+    assert asked[0].log == tmp_path / "out" / "plain" / "seed4.log"
+
+
+def test_what_cannot_be_used_is_told_before_anything_starts(write, tmp_path, nothing_runs):
+    good = write("good")
+    (tmp_path / "other").mkdir()
+    twin = Path(good).rename(tmp_path / "other" / "good.yaml")
+    good = write("good")
+    evaluation = yaml.safe_load(Path(good).read_text())["evaluation"]
+    bad = {
+        "two run files of the name good": request(good, str(twin), out=tmp_path / "o"),
+        "two seeds 1": request(good, out=tmp_path / "o", seeds=[1, 0, 1]),
+        "did you mean num_steps": request(good, write("b", nun_steps=3), out=tmp_path / "o"),
+        "evaluation is null": request(good, write("c", evaluation=None), out=tmp_path / "o"),
+        "evaluation.num_steps is 5": request(
+            good, write("d", evaluation=evaluation | {"num_steps": 5}), out=tmp_path / "o"
+        ),
+        "seed cannot be set here; use --seeds": request(
+            good, out=tmp_path / "o", overrides=["--seed", "3"]
+        ),
+        "output_dir cannot be set here; use --out": request(
+            good, out=tmp_path / "o", overrides=["output_dir=x"]
+        ),
+        "--metric is beauty; all runs measure: redness, green": request(
+            good, out=tmp_path / "o", metric="beauty"
+        ),
+        "no --metric was given; all runs measure: redness, green, diversity": request(
+            good, out=tmp_path / "o", metric=None
+        ),
+        "--jobs is 0": request(good, out=tmp_path / "o", jobs=0),
+    }
+    for message, asked in bad.items():
+        with pytest.raises(ValueError, match=re.escape(message)) as caught:
+            compare(asked, quiet)
+        assert len(str(caught.value).splitlines()) <= 5
+    assert not (tmp_path / "o").exists()
+
+
+def test_strict_is_compared_unless_told_otherwise(tmp_path):
+    (entry,) = comparing.read(request("configs/shapes.yaml", out=tmp_path))
+    assert comparing.metric_of(None, [entry]) == "strict"
+    assert comparing.metric_of("colour", [entry]) == "colour"
+    assert comparing.metric_of("diversity", [entry]) == "diversity"
+
+
+@pytest.mark.parametrize(
+    ("cores", "changes", "expected"),
+    [(8, [{"threads": 2}, {"threads": 3}], 2), (2, [{"threads": 4}], 1), (8, [{}], 8),
+     (8, [{}, {"device": "auto"}], 1), (8, [{"threads": None}], 1)],
+)  # fmt: skip
+def test_as_many_runs_at_once_as_cores_hold(write, tmp_path, monkeypatch, cores, changes, expected):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    configs = [write(f"run{i}", **change) for i, change in enumerate(changes)]
+    assert comparing.at_once(comparing.read(request(*configs, out=tmp_path))) == expected
+
+
+def command_line(*argv) -> int:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["compare", *argv])
+    return ended.value.code
+
+
+def test_the_command_line_hands_over_files_seeds_and_overrides(
+    finished, tmp_path, nothing_runs, monkeypatch
+):
+    asked = []
+    monkeypatch.setattr(comparing, "compare", lambda r, s: asked.append(r) or compare(r, s))
+    code = command_line(
+        *finished, "num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--seeds", "0", "1",
+        "--out", str(tmp_path / "out"), "--metric", "redness", "--jobs", "5", "--num_steps=2",
+    )  # fmt: skip
+    assert code == 0
+    overrides = ["num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--num_steps=2"]
+    assert asked == [Request(finished, overrides, [0, 1], tmp_path / "out", 5, "redness")]
+
+
+def test_a_failed_run_leaves_the_others_and_is_named_with_its_log(write, tmp_path, here, capsys):
+    """And once nothing is left to compare, that alone is told."""
+    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
+    out = tmp_path / "out"
+    configs = [write("plain"), bad]
+    argv = ["--seeds", "0", "1", "--out", str(out), "--metric", "redness"]
+    assert command_line(*configs, *argv) == 1
+    lines = capsys.readouterr().err[-2000:].split("flowalign: 2 of 4")[1].splitlines()
+    assert len(lines) <= 5
+    assert f"bad seed 1: {out / 'bad' / 'seed1.log'}" in lines
+    assert json.loads((out / "compare.json").read_text())["missing"] == ["bad seed 0", "bad seed 1"]
+    assert "Missing, because they failed: bad seed 0" in (out / "compare.html").read_text()
+    with pytest.raises(TrainingFailure, match="2 of 2 runs failed"):
+        compare(request(bad, out=out), quiet)
+
+
+class Broken(Redness):
+    """A reward that cannot be asked."""
+
+    def score(self, batch):
+        raise OSError("the reward server is gone")
+
+
+def _start(*argv: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "flowalign", "compare", *argv],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # & in a shell ignores it
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path):
+    """Real processes: two at once, stopped, gone on; a failing run beside them."""
+    bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])
+    out = tmp_path / "out"
+    argv = [
+        write("plain"), write("fast", 3e-2), "--seeds", "0", "--out", str(out), "--jobs", "2",
+        "--metric", "redness", "--num_steps", "400", "--evaluation.every", "100",
+        "--checkpoints.every", "1000",
+    ]  # fmt: skip
+    process = _start(*argv)
+    files = [out / name / "seed0" / "metrics.jsonl" for name in ("plain", "fast")]
+    while not all(file.exists() and len(file.read_text().splitlines()) > 3 for file in files):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    assert "the same command goes on" in output
+    for file in files:
+        assert json.loads((file.parent / "summary.json").read_text())["status"] == "interrupted"
+    process = _start(*argv[:2], bad, *argv[2:])
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 1, output
+    assert "1 of 3 runs failed" in output
+    assert "the reward server is gone" in (out / "bad" / "seed0.log").read_text()
+    rows = json.loads((out / "compare.json").read_text())["rows"]
+    assert [row["method"]["runs"][0]["points"][-1]["step"] for row in rows] == [400, 400]
+    assert "resumed" in (out / "plain" / "seed0.log").read_text()
+
+
+def test_costs_that_a_run_never_had_are_not_compared():
+    budgets = {
+        "reward_calls": 0.0,
+        "network_evaluations": 128.0,
+        "seconds": 1.5,
+        "trajectories": 64.0,
+    }
+    comparison = Comparison("strict", budgets, ())
+    assert spent_by_all(comparison, AXES) == ["network_evaluations", "seconds", "trajectories"]
+    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), ())
+    assert spent_by_all(nothing, AXES) == list(AXES)

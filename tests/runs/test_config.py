@@ -1,0 +1,418 @@
+"""What a person gets wrong is answered in a few lines that name it, before weights are read."""
+
+import copy
+import json
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from flowalign.cli import main as cli
+from flowalign.runs.config import load
+from flowalign.utils.errors import ConfigError
+from flowalign.runs.plan import plan
+from flowalign.sampling.sde_windows import Fixed
+from pipelines.sd3 import SD3
+from pipelines.weights import Lora
+
+SHAPES = "configs/shapes.yaml"
+WINDOW = "flowalign.sampling.sde_windows."
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes the demo's run file with one value changed: `a/b` is key b of a."""
+
+    def write(path: str | None = None, value=None, remove: bool = False) -> str:
+        content = yaml.safe_load(Path(SHAPES).read_text())
+        if path is not None:
+            *parents, last = path.split("/")
+            place = content
+            for key in parents:
+                place = place[int(key)] if isinstance(place, list) else place[key]
+            place[last] = copy.deepcopy(value)
+            if remove:
+                del place[last]
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return str(file)
+
+    return write
+
+
+def complaint(config: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config, overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 5
+    assert max(map(len, message.splitlines())) < 500
+    return message
+
+
+INIT = "policy/init_args/"
+SAMPLING = "recipe/sampling/"
+SURROGATE = "recipe/algorithm/init_args/surrogate/"
+MISSPELT = {
+    "nun_steps": ("nun_steps", "num_steps"),
+    SAMPLING + "num_step": ("num_step", "recipe.sampling.num_steps"),
+    "recipe/micro_bach": ("micro_bach", "recipe.micro_batch"),
+    "optimizer/learning_rat": ("learning_rat", "optimizer.learning_rate"),
+    "ema/decai": ("decai", "decay"),
+    "evaluation/promts": ("promts", "prompts"),
+    INIT + "guidence": ("guidence", "guidance"),
+    INIT + "lora/rnk": ("rnk", "rank"),
+    SURROGATE + "init_args/clp": ("clp", "clip"),
+    SAMPLING + "window/init_args/stp": ("stp", "stop"),
+}
+
+
+@pytest.mark.parametrize(("path", "words"), MISSPELT.items(), ids=MISSPELT)
+def test_a_misspelt_key_is_named_with_the_one_that_was_meant(written, path, words):
+    wrong, meant = words
+    message = complaint(written(path, 1))
+    assert wrong in message
+    assert re.search(rf"did you mean .*{re.escape(meant)}", message), message
+
+
+WRONG_VALUES = {
+    "num_steps": ("many", "num_steps", "many"),
+    "seed": (1.5, "seed", "1.5"),
+    "device": ("gpu", "device", "gpu"),
+    SAMPLING + "eta": ("loud", "recipe.sampling.eta", "loud"),
+    "recipe/advantage_scale": ("gruop", "recipe.advantage_scale", "gruop", "batch"),
+    SAMPLING + "states": ({"dtype": "fp32"}, "recipe.sampling.states.dtype", "fp32", "bfloat16"),
+    INIT + "precision": ("fp8", "policy.precision", "fp8", "bf16"),
+    INIT + "height": ("tall", "policy.height", "tall"),
+    INIT + "lora": ({"rank": "x"}, "policy.lora.rank", "x"),
+    "checkpoints": ({"verify": "maybe"}, "checkpoints.verify", "maybe", "first_and_last"),
+    "trackers": (["tensorbord"], "trackers", "tensorbord", "tensorboard"),
+    "policy/class_path": ("pipelines.sd3.SD4", "SD4", "did you mean SD3"),
+    "rewards/0/class_path": ("reward_models.shapes.ShapeVerifier", "did you mean ShapesVerifier"),
+    SAMPLING + "kernel/class_path": (
+        "flowalign.functional.transition.FlowSD",
+        "did you mean FlowSDE",
+    ),
+    SURROGATE + "class_path": ("flowalign.sampling.sde_windows.Fixed", "flowalign.sampling.sde_windows.Fixed", "Surrogate"),
+    "reward_weights": ({"stict": 1.0, "colour": 1.0}, "stict", "strict"),
+    "rewards": ([], "rewards is empty"),
+    "prompts": ("no/such.txt", "no/such.txt", "does not exist"),
+    "evaluation/prompts": ({"seen": "no/such.txt"}, "no/such.txt"),
+    SAMPLING + "samples_per_prompt": (1, "samples_per_prompt is 1", "advantage_scale"),
+    INIT + "path": (None, "policy", "path"),
+}
+
+
+@pytest.mark.parametrize(("path", "case"), WRONG_VALUES.items(), ids=WRONG_VALUES)
+def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path, case):
+    value, *words = case
+    message = complaint(written(path, value))
+    assert [word for word in words if word not in message] == [], message
+
+
+OUT_OF_RANGE = {
+    "num_steps": 0, "threads": 0, "reward_weights": {"strict": 0.0, "clean": 0.0},
+    "optimizer/learning_rate": -1.0, "optimizer/max_grad_norm": 0.0, "ema/decay": 1.5,
+    "ema/every": 0, "checkpoints": {"every": 0}, "recipe/prompts_per_step": 0,
+    "recipe/micro_batch": 0, "recipe/updates_per_step": 0, "recipe/epochs_per_step": 0,
+    SAMPLING + "num_steps": 0, SAMPLING + "micro_batch": 0, SAMPLING + "eta": 0.0,
+    "evaluation/num_prompts": 1, "evaluation/num_steps": 0, "evaluation/micro_batch": 0,
+    "evaluation/grid": 0, "evaluation/prompts": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "value"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
+def test_a_number_that_cannot_be_used_is_refused_by_name(written, path, value):
+    message = complaint(written(path, value))
+    assert path.rpartition("/")[2] in message, message
+
+
+def test_a_weight_that_is_no_number_is_refused(written):
+    assert "finite" in complaint(written("reward_weights", {"strict": float("nan")}))
+
+
+WINDOWS = {
+    "fixed beyond the end": (
+        {"class_path": WINDOW + "Fixed", "init_args": {"start": 2, "stop": 9}},
+        "[2, 9)",
+    ),
+    "fixed and empty": (
+        {"class_path": WINDOW + "Fixed", "init_args": {"start": 3, "stop": 3}},
+        "[3, 3)",
+    ),
+    "random beyond the end": (
+        {"class_path": WINDOW + "Random", "init_args": {"size": 3, "low": 0, "high": 7}},
+        "[6, 9)",
+    ),
+    "sliding wider than all": (
+        {"class_path": WINDOW + "Sliding", "init_args": {"size": 9}},
+        "[0, 9)",
+    ),
+    "subset of nothing": (
+        {"class_path": WINDOW + "RandomSubset", "init_args": {"share": 0.1}},
+        "0.1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("window", "named"), WINDOWS.values(), ids=WINDOWS)
+def test_a_window_outside_the_schedule_is_refused_with_its_bounds(written, window, named):
+    assert named in complaint(written(SAMPLING + "window", window))
+
+
+def test_a_schedule_of_one_step_leaves_no_step_to_train(written):
+    file = written(SAMPLING + "window", {"class_path": WINDOW + "AllButLast"})
+    assert "1 steps" in complaint(file, "--recipe.sampling.num_steps", "1")
+
+
+def test_a_missing_setting_is_named(written):
+    assert "prompts" in complaint(written("prompts", remove=True))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a: [1", "is not YAML"),
+        (b"policy:\n\tpath: x", "is not YAML"),
+        (b"- 1\n- 2\n", "not list"),
+        (b"", "not NoneType"),
+        (b"\xff\xfe\x80", "is not YAML"),
+    ],
+    ids=["open bracket", "tab", "list", "empty", "binary"],
+)
+def test_a_run_file_that_is_none_is_refused(tmp_path, content, said):
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    message = complaint(str(file))
+    assert said in message
+    assert str(file) in message
+
+
+def test_a_missing_run_file_is_named():
+    assert "'configs/shaped.yaml' does not exist" in complaint("configs/shaped.yaml")
+
+
+PROMPT_FILES = {
+    "empty": ("p.txt", b"\n  \n", "holds no prompt"),
+    "binary": ("p.txt", b"a\n\xff\xfe", "p.txt"),
+    "not JSON": ("p.jsonl", b'{"prompt": "a red circle"}\n\n{"prompt": \n', "p.jsonl:3"),
+    "another field": ("p.jsonl", b'{"text": "a red circle"}\n', "p.jsonl:1"),
+    "no text": ("p.jsonl", b'{"prompt": 3}\n', "p.jsonl:1"),
+    "a list": ("p.jsonl", b'["a red circle"]\n', "p.jsonl:1"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "said"), PROMPT_FILES.values(), ids=PROMPT_FILES)
+def test_a_prompts_file_without_prompts_is_refused_by_line(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    assert said in complaint(SHAPES, "--prompts", str(tmp_path / name))
+
+
+def test_fp16_on_the_cpu_is_refused():
+    message = complaint(SHAPES, "--policy.precision", "fp16", "--device", "cpu")
+    assert "fp16 needs a GPU" in message
+
+
+def test_three_forms_of_override_mean_the_same(written):
+    forms = [
+        ["--recipe.sampling.eta", "0.25"],
+        ["--recipe.sampling.eta=0.25"],
+        ["recipe.sampling.eta=0.25"],
+    ]
+    assert [load(SHAPES, form)[0].recipe.sampling.eta for form in forms] == [0.25] * 3
+    assert load(SHAPES)[0].recipe.sampling.eta != 0.25
+
+
+def test_overrides_reach_into_components_and_can_switch_them_off():
+    overrides = ["--policy.lora.rank=5", "--policy.guidance", "2.5", "--ema", "null"]
+    run, _ = load(SHAPES, overrides)
+    assert isinstance(run.policy, SD3)
+    assert isinstance(run.policy.lora, Lora)
+    assert (run.policy.lora.rank, run.policy.guidance, run.ema) == (5, 2.5, None)
+    run, _ = load(SHAPES, ["--policy.lora", "null"])
+    assert run.policy.lora is None
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        (["--num_stpes", "3"], "did you mean num_steps"),
+        (["--recipe.sampling.et", "1"], "did you mean recipe.sampling.eta"),
+        (["--num_steps"], "expected one argument"),
+        (["stray"], "stray"),
+    ],
+)
+def test_a_wrong_override_is_refused_and_never_taken_for_an_abbreviation(override, meant):
+    assert meant in complaint(SHAPES, *override)
+
+
+def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
+    overrides = [
+        "--recipe.sampling.eta=0.25",
+        "--policy.lora.rank=5",
+        "--ema",
+        "null",
+        "--seed",
+        "3",
+    ]
+    run, text = load(SHAPES, overrides)
+    file = tmp_path / "resolved.yaml"
+    file.write_text(text)
+    again, text_again = load(str(file))
+    assert text_again == text
+    assert vars(again.policy) == vars(run.policy)
+    sampling = again.recipe.sampling
+    assert (sampling.eta, sampling.window, again.ema, again.seed) == (0.25, Fixed(0, 3), None, 3)
+    assert vars(again.recipe.algorithm).keys() == vars(run.recipe.algorithm).keys()
+    assert again.recipe.algorithm.surrogate == run.recipe.algorithm.surrogate
+    assert again.evaluation == run.evaluation
+    assert again.optimizer == run.optimizer
+
+
+def exit_code(capsys, *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) <= 5
+    return caught.value.code, "\n".join(lines)
+
+
+@pytest.fixture
+def unloadable(monkeypatch):
+    """Any attempt to read weights fails the test."""
+
+    def refuse(self, device):
+        raise AssertionError("weights were read before the checks were done")
+
+    monkeypatch.setattr(SD3, "load", refuse)
+
+
+@pytest.mark.usefixtures("unloadable")
+@pytest.mark.parametrize("verb", ["check", "train"])
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["--policy.height", "33"], "size 32x33: both sides must be multiples of"),
+        (["--policy.path", "assets/prompts-are-no-model"], "assets/prompts-are-no-model"),
+        (["--policy.path", "assets/shapes"], "assets/shapes is no StableDiffusion3Pipeline folder"),
+        (["--num_stpes", "3"], "did you mean num_steps?"),
+        (["--recipe.sampling.window.stop", "12"], "[0, 12)"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+    ],
+    ids=["size", "missing folder", "no model", "unknown", "window", "prompts"],
+)
+def test_mistakes_end_in_exit_code_2_before_weights_are_read(
+    capsys, monkeypatch, tmp_path, verb, overrides, said
+):
+    monkeypatch.setattr("diffusers.AutoencoderKL.load_config", _no_network, raising=True)
+    code, message = exit_code(
+        capsys, verb, SHAPES, "--output_dir", str(tmp_path / "run"), *overrides
+    )
+    assert code == 2
+    assert said in message
+    assert not (tmp_path / "run").exists()
+
+
+def _no_network(path, **_):
+    raise OSError(f"{path} cannot be reached")
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_fewer_prompts_than_processes_are_refused(capsys):
+    overrides = ("--recipe.prompts_per_step", "3", "--processes", "4")
+    code, message = exit_code_as_rank_0(capsys, "check", SHAPES, *overrides)
+    assert code == 2
+    assert "recipe.prompts_per_step is 3, fewer than the 4 processes" in message
+
+
+def exit_code_as_rank_0(capsys, *argv):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "0")
+        return exit_code(capsys, *argv)
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_nothing_to_resume_and_a_directory_in_use_are_refused(capsys, tmp_path):
+    folder = tmp_path / "run"
+    code, message = exit_code(capsys, "train", SHAPES, "--output_dir", str(folder), "--resume")
+    assert (code, "nothing to resume" in message) == (2, True)
+    folder.mkdir()
+    (folder / "mine.txt").write_text("keep")
+    code, message = exit_code(capsys, "train", SHAPES, "--output_dir", str(folder))
+    assert (code, "already holds a run" in message) == (2, True)
+    code, message = exit_code(capsys, "train", SHAPES, "--output_dir", str(folder), "--overwrite")
+    assert (code, "no run directory" in message) == (2, True)
+    assert (folder / "mine.txt").read_text() == "keep"
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_a_folder_that_cannot_be_written_is_a_message_and_no_traceback(
+    capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        SD3, "load", lambda self, device: (_ for _ in ()).throw(PermissionError(13, "no"))
+    )
+    code, message = exit_code(capsys, "train", SHAPES, "--output_dir", str(tmp_path / "run"))
+    assert code == 1
+    assert "no" in message
+
+
+@pytest.mark.usefixtures("unloadable")
+def test_check_prints_the_plan_without_reading_weights(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["check", SHAPES])
+    assert caught.value.code == 0
+    assert "192 = 16 prompts x 12" in capsys.readouterr().out
+
+
+def test_the_plan_counts_by_hand():
+    overrides = [
+        "--recipe.prompts_per_step=3", "--recipe.sampling.samples_per_prompt=5",
+        "--recipe.sampling.num_steps=7", "--recipe.sampling.window.stop=4", "--num_steps=11",
+        "--recipe.updates_per_step=2", "--recipe.epochs_per_step=3", "--policy.guidance=3",
+        "--recipe.algorithm.kl_coef=0.1",
+    ]  # fmt: skip
+    rows = plan(load(SHAPES, overrides)[0])
+    assert rows["samples per step"] == "15 = 3 prompts x 5"
+    # 15 samples, 2 evaluations with guidance; 7 steps sampled, 4 trained three times over.
+    evaluations = f"{15 * 7 * 2} sampling + {15 * 4 * 2 * 3} training + {15 * 4 * 2 * 3} reference"
+    assert rows["network evaluations per step"] == evaluations
+    assert rows["updates per step"].startswith("6, 66 in the whole run")
+    assert rows["samples in the whole run"] == "165"
+
+
+def test_help_is_quick_and_imports_nothing_heavy():
+    """In processor time: the wall belongs to whatever else the machine does."""
+    code = "import sys; sys.argv = ['flowalign', '--help']\n"
+    code += "from flowalign.__main__ import main\n"
+    code += "try: main()\nexcept SystemExit as end: assert end.code in (0, None)\n"
+    code += "heavy = {'torch', 'diffusers', 'transformers', 'peft', 'numpy', 'jsonargparse'}\n"
+    code += "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert "flowalign demo" in done.stdout
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+
+
+def test_an_unknown_verb_is_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["trian", SHAPES])
+    assert caught.value.code == 2
+    assert "train" in capsys.readouterr().err
+
+
+def test_doctor_lists_versions(capsys):
+    assert cli.run(cli.build_parser().parse_args(["doctor"])) == 0
+    assert torch.__version__.split("+")[0] in capsys.readouterr().out
+
+
+def test_sizes_are_json_in_the_embedded_model():
+    """The plan reads these files only, so they must say what it needs."""
+    for part in ("transformer/config", "vae/config", "scheduler/scheduler_config"):
+        assert json.loads(Path("assets/shapes/sd3", part + ".json").read_text())

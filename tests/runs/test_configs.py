@@ -1,0 +1,145 @@
+"""The run files that come with the package."""
+
+import pytest
+
+from flowalign.runs.config import load
+from flowalign.utils.errors import ConfigError
+from flowalign.runs.plan import plan
+from pipelines.flux1 import LORA
+from tests.fixtures.run_files import CONFIGS as FOLDER
+from tests.fixtures.run_files import loaded
+
+CONFIGS = sorted(FOLDER.glob("*.yaml"))
+CREDIT = sorted((FOLDER / "credit").glob("*/*.yaml"))
+
+MODELS = ("shapes", "sd35_medium", "flux1_dev")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
+    _, text = loaded(path)
+    again = tmp_path / "resolved.yaml"
+    again.write_text(text)
+    assert load(str(again))[1] == text
+
+
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("shapes")], ids=str)
+def test_run_files_of_the_embedded_model_can_be_planned(path):
+    rows = plan(loaded(path)[0])
+    assert rows["trainable parameters"].endswith("%)")
+
+
+def test_the_run_file_of_flux_can_be_planned_from_configurations_alone():
+    folder = "policy.init_args.path=assets/golden/I_flux1_pipeline"
+    rows = plan(load(str(FOLDER / "flux1_dev.yaml"), [folder])[0], world=8)
+    assert rows["denoising steps"] == "6, of which 5 stochastic and trained [0, 1, 2, 3, 4]"
+    assert rows["network evaluations per step"] == "6912 sampling + 5760 training"
+
+
+def test_the_values_borrowed_from_flow_grpo_are_those_of_its_sheet():
+    run, _ = loaded(FOLDER / "sd35_medium.yaml")
+    sampling = run.recipe.sampling
+    assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (10, 24, 0.7)
+    assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-4, 0.04)
+    assert (run.policy.lora.rank, run.policy.lora.alpha, run.policy.guidance) == (32, 64, 4.5)
+    assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 40)
+
+
+def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
+    run, _ = loaded(FOLDER / "flux1_dev.yaml")
+    sampling, policy = run.recipe.sampling, run.policy
+    assert (sampling.num_steps, sampling.samples_per_prompt, sampling.eta) == (6, 24, 0.9)
+    assert (run.recipe.algorithm.clip, run.recipe.algorithm.kl_coef) == (1e-5, 0.0)
+    assert not run.recipe.algorithm.needs_reference
+    assert (policy.lora.rank, policy.lora.alpha) == (64, 128)
+    assert policy.lora == LORA
+    assert (policy.embedded_guidance, policy.guidance, policy.precision) == (3.5, 1.0, "bf16")
+    assert (policy.height, policy.width, policy.max_sequence_length) == (512, 512, 128)
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay) == (3e-4, 1e-4)
+    assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 28)
+
+
+def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
+    run, _ = load(str(FOLDER / "shapes.yaml"), ["evaluation.num_prompts=6"])
+    assert plan(run, world=6)
+    with pytest.raises(ValueError, match=r"evaluation\.num_prompts is 6, too few for 7 processes"):
+        plan(run, world=7)
+
+
+def credit_files():
+    """Those of FLUX.1 differ from those of Stable Diffusion 3.5 in sizes and policy: only in CI."""
+    for path in CREDIT:
+        model = path.parent.name
+        marks = [pytest.mark.slow] if model == "flux1_dev" else []
+        yield pytest.param(path, id=f"{model}-{path.stem}", marks=marks)
+
+
+@pytest.mark.parametrize("path", credit_files())
+def test_every_credit_method_has_a_run_file_that_can_be_used(path):
+    run, _ = loaded(path)
+    assert run.output_dir == f"runs/credit/{path.parent.name}/{path.stem}"
+    if path.parent.name == "shapes":
+        assert plan(run)["reward calls per step"]
+
+
+def test_every_method_has_run_files_for_all_three_models():
+    names = {model: {p.stem for p in CREDIT if p.parent.name == model} for model in MODELS}
+    assert names["shapes"] - names["sd35_medium"] == {"flow_grpo", "flow_grpo_all_steps"}
+    assert names["sd35_medium"] == names["flux1_dev"]
+
+
+def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
+    runs = {p.stem: loaded(p)[0].recipe for p in CREDIT if p.parent.name == "sd35_medium"}
+    comb, tree = runs["tempflow_grpo"].sampling, runs["branch_grpo"].sampling
+    assert (comb.branching.children, comb.seeds_per_prompt, comb.samples_per_prompt) == (6, 4, 216)
+    assert runs["tempflow_grpo"].step_weight == "std"
+    assert (tree.samples_per_prompt, tree.eta) == (16, 0.3)
+    assert (runs["tp_grpo"].sampling.eta, runs["tp_grpo"].algorithm.kl_coef) == (0.7, 1e-4)
+    assert runs["stepwise_flow_grpo"].completion.max_steps == 5
+    assert runs["stepwise_flow_grpo"].advantage_scale == "joint"
+    assert runs["g2rpo"].credit.strides == [1, 2, 3]
+    assert runs["e_grpo"].sampling.merge == 2.2
+    assert runs["mixgrpo"].sampling.window.every == 150
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.credit=flowalign.credit.branch.Branch"], r"set recipe\.sampling\.branching"),
+        (["recipe.credit=flowalign.credit.tree.LeafAdvantage", "recipe.advantage_scale=given"],
+         r"recipe\.sampling\.branching to flowalign\.sampling\.branching\.Tree"),
+        (["recipe.sampling.branching=flowalign.sampling.branching.Tree"],
+         r"has 8 leaves, .*12 samples(.|\n)*Set recipe\.sampling\.samples_per_prompt to 8"),
+        (["recipe.sampling.branching=flowalign.sampling.branching.Tree",
+          "recipe.sampling.branching.splits=[0,5]"], r"splits at \[5\], which the window"),
+        (["recipe.sampling.branching=flowalign.sampling.branching.Comb",
+          "recipe.sampling.branching.children=4", "recipe.credit=flowalign.credit.gain.Gain"],
+         r"these trajectories branch"),
+        (["recipe.credit=flowalign.credit.contrast.Contrast", "recipe.advantage_scale=given"],
+         r"set recipe\.sampling\.seeds_per_prompt to 1"),
+        (["recipe.credit=flowalign.credit.granular.Granular"], r"set it to given"),
+        (["recipe.advantage_scale=given"], r"Outcome gives no advantages: choose from group"),
+        (["recipe.algorithm=flowalign.losses.policy_gradient.step_dpo.StepDPO", "recipe.updates_per_step=17"],
+         r"updates_per_step is 17, but a loss of pairs divides a step by prompts"),
+        (["recipe.sampling.seeds_per_prompt=5"], r"which seeds_per_prompt 5 does not divide"),
+        (["recipe.sampling.eta=[0.5,0.6]"], r"has 2 levels for 8 steps"),
+        (["recipe.sampling.merge=2.2"], r"merge"),
+    ],
+)  # fmt: skip
+def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(overrides, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(str(FOLDER / "shapes.yaml"), overrides)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["recipe.completion.guidance=off"], r"samples without classifier-free guidance"),
+        (["recipe.completion.weights=ema", "ema=null"], r"ema is null; set ema, or policy"),
+    ],
+)
+def test_a_plan_refuses_completions_that_the_policy_cannot_follow(overrides, message):
+    run, _ = load(str(FOLDER / "shapes.yaml"), overrides)
+    with pytest.raises(ValueError, match=message):
+        plan(run)

@@ -1,0 +1,313 @@
+"""Run files of preference training: what is refused, what is planned, and one run of each kind."""
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from PIL import Image
+
+from flowalign.cli import main as cli
+from flowalign.runs.config import PreferenceRun, Run, load
+from flowalign.utils.errors import ConfigError
+from flowalign.runs.plan import plan
+from tests.fixtures.preference import painted
+
+DPO = "configs/preference/shapes/dpo.yaml"
+DATA, RECIPE = "data/init_args/", "recipe/"
+STORED = "flowalign.training.matching.stored.Stored"
+ROLLOUTS = {
+    "class_path": "flowalign.training.matching.rollouts.Rollouts",
+    "init_args": {"prompts": "assets/shapes/prompts/seen.txt", "prompts_per_step": 3,
+                  "samples_per_prompt": 5, "num_steps": 7},
+}  # fmt: skip
+KTO = {"class_path": "flowalign.losses.matching.kto.KTO"}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes the run file for painted pairs, with values changed: `a/b` is key b of a."""
+    pairs, shown = painted(tmp_path, 4), painted(tmp_path, 2, "shown")
+
+    def write(changes: dict | None = None) -> str:
+        content = yaml.safe_load(Path(DPO).read_text())
+        own = {DATA + "path": pairs, DATA + "held_out": shown, DATA + "cache": None,
+               "output_dir": str(tmp_path / "run")}  # fmt: skip
+        for path, value in (own | (changes or {})).items():
+            *parents, last = path.split("/")
+            place = content
+            for key in parents:
+                place = place.setdefault(key, {})
+            place[last] = copy.deepcopy(value)
+        file = tmp_path / "run.yaml"
+        file.write_text(yaml.safe_dump(content))
+        return str(file)
+
+    return write
+
+
+def complaint(config: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config, overrides)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 5
+    return message
+
+
+def exit_code(*argv: str) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(list(argv))
+    return int(caught.value.code or 0)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def test_a_key_data_makes_it_a_run_of_preferences(written):
+    run, text = load(written())
+    assert isinstance(run, PreferenceRun)
+    assert yaml.safe_load(text)["data"]["class_path"] == STORED
+    assert isinstance(load("configs/shapes.yaml")[0], Run)
+
+
+def test_what_was_resolved_resolves_to_itself(written, tmp_path):
+    _, text = load(written())
+    again = tmp_path / "resolved.yaml"
+    again.write_text(text)
+    assert load(str(again))[1] == text
+
+
+def test_files_that_do_not_exist_are_refused_before_weights_are_read(written):
+    assert "'no/train.jsonl' does not exist" in complaint(
+        written({DATA + "path": "no/train.jsonl"})
+    )
+
+
+MISSPELT = {
+    "num_stpes": ("num_stpes", "num_steps"),
+    DATA + "batch_siz": ("batch_siz", "batch_size"),
+    DATA + "prompt_dropot": ("prompt_dropot", "prompt_dropout"),
+    RECIPE + "updates_per_stp": ("updates_per_stp", "recipe.updates_per_step"),
+    RECIPE + "loss/init_args/bta": ("bta", "beta"),
+    RECIPE + "times/init_args/hgh": ("hgh", "high"),
+    RECIPE + "sfft": ("sfft", "recipe.sft"),
+}
+
+
+@pytest.mark.parametrize(("path", "words"), MISSPELT.items(), ids=MISSPELT)
+def test_a_misspelt_key_is_named_with_the_one_that_was_meant(written, path, words):
+    wrong, meant = words
+    message = complaint(written({path: 1}))
+    assert wrong in message
+    assert re.search(rf"did you mean .*{re.escape(meant)}", message), message
+
+
+WRONG = {
+    RECIPE + "space": ("nois", "recipe.space", "noise"),
+    RECIPE + "loss/class_path": ("flowalign.losses.matching.dpo.DPOO", "did you mean DPO"),
+    RECIPE + "reference": ({"class_path": STORED}, STORED, "Reference"),
+    RECIPE + "micro_batch": (0, "recipe.micro_batch is 0"),
+    RECIPE + "kl": (-1.0, "recipe.kl is -1.0"),
+    DATA + "kind": ("triples", "kind", "triples", "pairs"),
+    DATA + "batch_size": (0, "data.batch_size is 0"),
+    DATA + "flip": (2.0, "data.flip is 2.0"),
+    DATA + "cache_dtype": ("fp8", "cache_dtype", "fp8", "bfloat16"),
+    "reward_weights": ({"strickt": 1.0}, "strickt", "strict"),
+}
+
+
+@pytest.mark.parametrize(("path", "case"), WRONG.items(), ids=WRONG)
+def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path, case):
+    value, *words = case
+    message = complaint(written({path: value}))
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_a_loss_of_pairs_is_refused_for_samples(written):
+    message = complaint(written({DATA + "kind": "samples"}))
+    assert "recipe.loss DPO compares pairs, but data gives samples" in message
+    assert "KTO, RWR or SFT" in message
+
+
+def test_a_loss_that_compares_rows_needs_a_micro_batch_of_all_of_them(written):
+    changes = {RECIPE + "loss": KTO, RECIPE + "micro_batch": 31, DATA + "batch_size": 64}
+    message = complaint(written(changes))
+    assert "recipe.micro_batch is 31, but KTO compares all of the 64" in message
+    load(written(changes | {RECIPE + "updates_per_step": 3}))
+    load(written(changes | {RECIPE + "micro_batch": 64, DATA + "kind": "samples"}))
+
+
+def with_rollouts(stored: str, **changes) -> str:
+    """The run file with other data, of other keys."""
+    content = yaml.safe_load(Path(stored).read_text()) | {"data": ROLLOUTS} | changes
+    file = Path(stored).with_name("rollouts.yaml")
+    file.write_text(yaml.safe_dump(content))
+    return str(file)
+
+
+def test_rollouts_without_rewards_are_refused(written):
+    for wrong in ({"rewards": []}, {"reward_weights": {"strict": 0.0}}, {}):
+        message = complaint(with_rollouts(written(), **wrong))
+        assert "data of class Rollouts pairs samples by rewards" in message
+    run, _ = load(with_rollouts(written(), reward_weights={"strict": 1.0}))
+    assert isinstance(run, PreferenceRun)
+
+
+def test_attributes_and_an_expert_come_together(written, tmp_path):
+    expert = {"path": str(tmp_path)}
+    for changes in ({DATA + "kind": "attributes"}, {RECIPE + "expert": expert}):
+        assert "data.kind attributes belong together" in complaint(written(changes))
+    load(written({DATA + "kind": "attributes", RECIPE + "expert": expert}))
+
+
+def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
+    rewarded = {"reward_weights": {"strict": 1.0}}
+    for loss, part in (("dense_dpo.DenseDPO", "segments"), ("local_dpo.LocalDPO", "masks")):
+        changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.matching.{loss}"}}
+        message = complaint(with_rollouts(written(changes), **rewarded))
+        assert f"needs {part}, which data of class Rollouts never has" in message
+        load(written(changes))
+        guarded = {
+            RECIPE + "loss": {
+                "class_path": "flowalign.losses.matching.safeguard.Safeguard",
+                "init_args": {"inner": changes[RECIPE + "loss"]},
+            }
+        }
+        assert f"needs {part}" in complaint(with_rollouts(written(guarded), **rewarded))
+    load(with_rollouts(written({RECIPE + "loss": KTO, RECIPE + "micro_batch": 64}), **rewarded))
+
+
+def test_held_out_pairs_that_nobody_evaluates_are_refused(written):
+    assert "data.held_out is read for evaluations, but evaluation is null" in complaint(
+        written({"evaluation": None})
+    )
+    load(written({"evaluation": None, DATA + "held_out": None}))
+
+
+def test_a_reference_that_nobody_looks_at_is_refused(written):
+    average = {"class_path": "flowalign.training.matching.references.Average"}
+    changes = {RECIPE + "loss": {"class_path": "flowalign.losses.matching.sft.SFT"},
+               DATA + "kind": "samples", RECIPE + "reference": average}  # fmt: skip
+    message = complaint(written(changes))
+    assert "recipe.reference Average is not looked at: SFT needs no reference" in message
+    load(written(changes | {RECIPE + "kl": 0.5}))
+    load(written({RECIPE + "reference": average}))
+
+
+def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written):
+    message = complaint(written({DATA + "user_dropout": 0.25}))
+    assert "data.user_dropout is 0.25, but the policy SD3 is never told" in message
+
+
+# What is planned ----------------------------------------------------------------------------------
+
+
+def test_the_plan_counts_pairs_and_both_networks_by_hand(written):
+    changes = {DATA + "batch_size": 10, RECIPE + "epochs_per_step": 3,
+               RECIPE + "updates_per_step": 2, "num_steps": 7}  # fmt: skip
+    rows = plan(load(written(changes))[0])
+    assert rows["loss"] == "DPO, reference Base"
+    assert rows["pairs per step"] == "10"
+    assert rows["matching evaluations per step"] == "60 training + 60 reference"
+    assert rows["updates per step"].startswith("6, 42 in the whole run")
+    assert "latents" in rows["memory, about"]
+
+
+def test_a_loss_without_reference_is_planned_without_and_a_kl_brings_it_back(written):
+    sft = {"class_path": "flowalign.losses.matching.sft.SFT"}
+    changes = {RECIPE + "loss": sft, DATA + "kind": "samples", DATA + "batch_size": 10}
+    rows = plan(load(written(changes))[0])
+    assert (rows["loss"], rows["samples per step"]) == ("SFT, no reference", "10")
+    assert rows["matching evaluations per step"] == "10 training"
+    rows = plan(load(written(changes | {RECIPE + "kl": 0.5}))[0])
+    assert rows["matching evaluations per step"] == "10 training + 10 reference"
+
+
+def test_rollouts_are_planned_with_what_sampling_and_scoring_cost(written):
+    guided = written({"policy/init_args/guidance": 3.0})
+    rows = plan(load(with_rollouts(guided, reward_weights={"strict": 1.0}))[0])
+    assert rows["samples per step"] == "15 = 3 prompts x 5"
+    assert rows["pairs per step"] == "at most 3"
+    assert rows["sampling evaluations per step"] == str(15 * 7 * 2)
+    assert rows["reward calls per step"] == "15"
+    assert rows["matching evaluations per step"] == "6 training + 6 reference"
+
+
+def test_fewer_pairs_than_processes_are_refused(written):
+    run, _ = load(written({DATA + "batch_size": 3}))
+    with pytest.raises(ValueError, match="3 pairs or samples a step to 4 processes"):
+        plan(run, world=4)
+
+
+def test_check_prints_loss_reference_and_evaluations_without_reading_weights(written, capsys):
+    assert exit_code("check", written({DATA + "batch_size": 64})) == 0
+    printed = capsys.readouterr().out
+    assert "DPO, reference Base" in printed
+    assert "128 training + 128 reference" in printed
+    assert "trainable parameters" in printed
+
+
+# A run --------------------------------------------------------------------------------------------
+
+SMALL = {
+    "rewards": [], DATA + "batch_size": 4, DATA + "max_dropped_fraction": 0.0, "num_steps": 2,
+    "policy/init_args/lora": {"rank": 2, "alpha": 4}, "checkpoints": {"every": 2},
+    "evaluation/num_prompts": 4, "evaluation/num_steps": 1, "evaluation/grid": 4,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_without_any_reward_a_run_trains_evaluates_reports_and_resumes(written, tmp_path):
+    folder, config = tmp_path / "run", written(SMALL)
+    assert exit_code("train", config) == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["reward_calls"]) == ("finished", 2, 0)
+    assert summary["before"]["pairs/implicit_accuracy"] == 0.5
+    assert set(summary["before"]) == set(summary["after"]) == {
+        "diversity", "pairs/implicit_accuracy", "pairs/accuracy_per_draw", "pairs/drift_chosen",
+        "pairs/drift_rejected",
+    }  # fmt: skip
+    # Two steps of four pairs: both media through both networks.
+    assert summary["network_evaluations"] == 2 * 4 * 2 * 2
+    assert Image.open(folder / "samples" / "step-000002.png").size == (4 * 34 + 2, 36)
+    assert "implicit" in (folder / "report.html").read_text()
+    weights = folder / "checkpoints" / "step-000002"
+    assert (weights / "pytorch_lora_weights.safetensors").is_file()
+    assert exit_code("train", config, "--resume", "--num_steps", "3") == 0
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("finished", 3)
+    assert summary["network_evaluations"] == 3 * 4 * 2 * 2
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["policy_loss"] for row in rows if "policy_loss" in row}
+    assert sorted(losses) == [0, 1, 2]
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5)
+
+
+def test_data_that_cannot_be_used_are_a_message_and_no_traceback(written, tmp_path, capsys):
+    for file in tmp_path.glob("data_red*.png"):
+        file.unlink()
+    assert exit_code("train", written(SMALL)) == 2
+    assert "4 of the 4 pairs" in capsys.readouterr().err
+
+
+def test_bench_says_that_it_times_online_runs(written, capsys):
+    assert exit_code("bench", written()) == 2
+    assert "trains on data; bench times the steps of online runs" in capsys.readouterr().err
+
+
+RUN_FILES = sorted(Path("configs/preference").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=[file.stem for file in RUN_FILES])
+def test_every_run_file_is_read_and_says_where_it_writes(file, tmp_path):
+    """Their data are made by other commands or downloaded: any folder stands for them here."""
+    content = yaml.safe_load(file.read_text())
+    known = content["data"]["init_args"]
+    names = [name for name in ("path", "held_out") if name in known]
+    overrides = [f"data.init_args.{name}={tmp_path}" for name in names]
+    run, _ = load(str(file), overrides)
+    assert isinstance(run, PreferenceRun)
+    assert run.output_dir.startswith("runs/")
+    assert run.recipe.updates == 1

@@ -1,0 +1,209 @@
+"""What a rollout stores: the states that someone looks at, where and how exactly as it was told."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowalign.credit.branch import Branch
+from flowalign.credit.gain import Gain
+from flowalign.credit.redistribute import Redistribute
+from flowalign.functional.tail import Completion
+from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
+from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.sampling.branching import Comb, Tree
+from flowalign.sampling.rollout import Storage, joined
+from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.batches import minibatches
+from flowalign.training.policy_gradient.recipe import Online
+from flowalign.training.policy_gradient.rollouts import explore, rollout, state_values
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+
+THREE = ["a", "ccc", "bb"]
+ONE_STEP = Completion(max_steps=1, weights="reference")
+LATENT_CHANGE = GRPO(PPOClip(0.2), chunk_sizes="latent_change")
+
+
+def moving_learner(**optimizer):
+    """A policy whose ODE bends, so that rounding and mixed-up states change its velocity."""
+    policy = PixelPolicy(seed=3)
+    torch.nn.init.normal_(
+        policy.denoiser[-1].weight, std=0.3, generator=torch.Generator().manual_seed(5)
+    )
+    return new_learner(policy, learning_rate=3e-2, **optimizer)
+
+
+def everything(cfg: Online, steps) -> range:
+    return range(cfg.sampling.num_steps + 1)
+
+
+def num_bytes(trajectory) -> int:
+    return sum(state.nbytes for state in trajectory.states.values())
+
+
+SIX = {"num_steps": 6, "samples_per_prompt": 4, "window": Fixed(2, 4)}
+TREE = {"samples_per_prompt": 4, "branching": Tree(splits=[2, 3])}
+KEPT = {
+    "window": (new_recipe(SIX), [2, 3, 4, 6]),
+    "last": (new_recipe(SIX | {"window": Fixed(5, 6)}), [5, 6]),
+    "all_but_last": (new_recipe(SIX | {"window": AllButLast()}), [0, 1, 2, 3, 4, 5, 6]),
+    "completed_on_the_way": (new_recipe(SIX, credit=Gain()), [2, 3, 4, 6]),
+    "completed_after": (
+        new_recipe(SIX | {"window": Fixed(2, 5)}, credit=Gain(), completion=ONE_STEP),
+        [2, 3, 4, 5, 6],
+    ),
+    "read_by_credit": (
+        new_recipe(SIX, credit=Redistribute(), advantage_scale="given"), [2, 3, 4, 6]
+    ),
+    "read_for_chunks": (new_recipe(SIX, algorithm=LATENT_CHANGE), [0, 1, 2, 3, 4, 5, 6]),
+    "tree": (new_recipe(SIX | TREE, credit=Branch()), [2, 3, 4, 6]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("cfg", "kept"), KEPT.values(), ids=KEPT)
+def test_kept_are_states_of_the_window_the_last_and_what_credit_and_chunks_read(cfg, kept):
+    trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
+    assert sorted(trajectory.states) == kept
+    for k, state in trajectory.states.items():
+        assert len(state) == len(trajectory.holders(k)), "one row for each state that differs"
+
+
+def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajectory():
+    class FarBack(Gain):
+        def __call__(self, trajectory, values):
+            assert trajectory.state(1).shape[0] == len(trajectory.prompts)
+            return super().__call__(trajectory, values)
+
+    cfg = new_recipe(SIX, credit=FarBack())
+    assert cfg.kept((2, 3)) == (1, 2, 3, 4, 6)
+    assert train(cfg, moving_learner(), steps=1)
+
+
+def test_a_state_that_was_not_kept_is_refused_by_its_number():
+    trajectory = rollout(new_recipe(SIX), moving_learner(), THREE, 0, 0)
+    for read in (trajectory.state, trajectory.held):
+        with pytest.raises(ValueError, match=r"state 5 .*kept states \[2, 3, 4, 6\]"):
+            read(5)
+
+
+SHORT = {
+    "window": lambda: new_recipe(SIX, epochs_per_step=2),
+    "shared": lambda: new_recipe(SIX | {"seeds_per_prompt": 1}, updates_per_step=2),
+    "completed_after": lambda: new_recipe(SIX, credit=Gain(), completion=ONE_STEP),
+    "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
+    "tree": lambda: new_recipe(SIX | TREE, credit=Branch()),
+    "comb": lambda: new_recipe(SIX | {"branching": Comb(children=2)}, credit=Branch()),
+    "lots": lambda: new_recipe(SIX, prompts_at_once=2),
+    "bfloat16": lambda: new_recipe(SIX | {"states": Storage(dtype="bfloat16")}),
+}
+
+
+@pytest.mark.parametrize("cfg", SHORT.values(), ids=SHORT)
+def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(cfg, monkeypatch):
+    cfg, sizes, runs = cfg(), [], []
+    for keep in (Online.kept, everything):
+        monkeypatch.setattr(Online, "kept", keep)
+        learner = moving_learner()
+        sizes.append(num_bytes(rollout(cfg, learner, THREE, 0, 0)))
+        metrics = [
+            {name: value for name, value in step.items() if not name.startswith(("ti", "thr"))}
+            for step in train(cfg, learner, steps=3)
+        ]
+        runs.append((flat(learner.policy.denoiser), metrics))
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert repr(runs[0][1]) == repr(runs[1][1])
+    assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_the_bytes_of_a_rollout_by_hand():
+    """12 samples of 3 values at 4 of 7 states; of a tree 3, 6, 12, 12 different states."""
+    assert num_bytes(rollout(new_recipe(SIX), moving_learner(), THREE, 0, 0)) == 12 * 3 * 4 * 4
+    half = new_recipe(SIX | TREE | {"states": Storage(dtype="bfloat16")}, credit=Branch())
+    assert num_bytes(rollout(half, moving_learner(), THREE, 0, 0)) == (3 + 6 + 12 + 12) * 3 * 2
+
+
+LAYOUTS = {
+    "chain": {},
+    "window": {"window": Fixed(1, 3)},
+    "shared": {"seeds_per_prompt": 2},
+    "tree": {"branching": Tree(splits=[0, 2], spread=2.0)},
+    "comb": {"branching": Comb(children=2), "window": Fixed(1, 3)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("kernel", [FlowSDE(), DanceSDE(), CPS()], ids=lambda k: type(k).__name__)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("device", ["same", "cpu"])
+def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtype, device):
+    """bfloat16 keeps 8 bits: a rollout that went on from the exact state would be off by far."""
+    storage = Storage(dtype=dtype, device=device)
+    cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
+    learner = moving_learner()
+    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    judged, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    batches = list(minibatches(judged, torch.arange(12), 7))
+    assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
+    for batch in batches:
+        with torch.no_grad():
+            logp = log_density(batch.kernel, batch.x_next, batch.transition(learner.policy))
+        torch.testing.assert_close(logp, batch.logp_old, atol=2e-6, rtol=1e-6)
+        if dtype == "bfloat16":
+            assert torch.equal(batch.x, batch.x.bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gate_of_replay_passes_with_states_kept_in_main_memory(dtype):
+    cfg = new_recipe(SIX | {"states": Storage(device="cpu", dtype=dtype)})
+    metrics = train(cfg, moving_learner(), steps=2)
+    assert metrics[0]["check/ratio_drift_2"] < 1e-6
+    assert metrics[0]["check/ratio_drift_3"] < 1e-6
+
+
+def test_trajectories_that_are_joined_give_up_what_they_kept():
+    """Also where rewards of the parts are still being computed: these see the samples alone."""
+    cfg = new_recipe(SIX, algorithm=GRPO(RatioNorm()), credit=Gain())
+    learner = moving_learner()
+    parts = [rollout(cfg, learner, [prompt], 0, s) for s, prompt in enumerate(("a", "ccc"))]
+    held = sum(map(num_bytes, parts))
+    both = joined(parts)
+    assert num_bytes(both) == held > 0
+    for part in parts:
+        assert not part.states
+        assert not part.means
+        assert not part.finished
+    assert both.means
+    assert len(both.finished) == 2
+
+
+def test_explored_lots_leave_no_state_beside_that_of_the_whole():
+    cfg, learner = new_recipe(SIX, prompts_at_once=1), moving_learner()
+    values = explore(cfg, learner, new_rewards(), THREE, 0, 0)
+    assert len(values.parts) == 3
+    assert [num_bytes(part.trajectory) for part in values.parts] == [0, 0, 0]
+    assert num_bytes(values.trajectory) == num_bytes(rollout(cfg, learner, THREE, 0, 0))
+
+
+def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
+    """The meta device stands in for a GPU: `placed` must send there what is kept, means too."""
+    monkeypatch.setattr(Storage, "placed", lambda _, x: x.to("meta"))
+    cfg = new_recipe(SIX, algorithm=GRPO(PPOClip(0.2)))
+    trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
+    assert {state.device.type for state in trajectory.states.values()} == {"meta"}
+    completed = rollout(replace(cfg, credit=Gain()), moving_learner(), THREE, 0, 0).finished
+    assert [x.device.type for x in completed.values()] == ["meta", "meta"]
+    assert trajectory.device.type == trajectory.logp.device.type == "cpu"
+
+
+def test_joined_trajectories_find_their_own_states():
+    """Of trees, whose rows are fewer than their samples."""
+    cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
+    first, second = (rollout(cfg, learner, [p], 0, s) for p, s in (("a", 0), ("ccc", 1)))
+    both = joined([replace(t, states=dict(t.states)) for t in (first, second)])
+    for k in (2, 3, 4, 6):
+        assert torch.equal(both.state(k), torch.cat([first.state(k), second.state(k)]))
+        assert torch.equal(both.state(k, torch.tensor([6, 1])),
+                           torch.stack([second.state(k)[2], first.state(k)[1]]))  # fmt: skip

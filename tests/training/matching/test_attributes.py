@@ -1,0 +1,86 @@
+"""Target-DPO: an expert, told good and bad attributes, says what rows are matched to."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from flowalign.data.preference.attributes import read_attributes
+from flowalign.functional.matching import noised
+from flowalign.losses.matching.dpo import DPO
+from flowalign.training.matching.batches import on
+from flowalign.training.matching.errors import matching_errors, noise_for
+from flowalign.training.matching.loop import train_preference
+from flowalign.training.matching.recipe import Preference
+from flowalign.training.matching.references import Teacher
+from flowalign.training.matching.stored import Stored
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import ALONE, checked, new_learner, new_rewards
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    """Two media with attributes, one without."""
+    rows = []
+    for i, colour in enumerate([(250, 9, 40), (30, 200, 90), (5, 60, 220)]):
+        Image.new("RGB", (4, 4), colour).save(tmp_path / f"{i}.png")
+        rows.append({"prompt": "a" * (i + 1), "image": f"{i}.png"})
+    rows[0] |= {"positive": "sharp", "negative": "blurred, grey"}
+    rows[1] |= {"positive": "bright colours", "negative": "dark"}
+    file = tmp_path / "attributes.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+@pytest.fixture
+def expert(tmp_path):
+    """Weights that answer to the length of prompts."""
+    other = PixelPolicy(seed=5)
+    torch.nn.init.normal_(other.denoiser[-1].weight, generator=torch.Generator().manual_seed(1))
+    folder = tmp_path / "expert"
+    folder.mkdir()
+    other.save_weights(str(folder))
+    return other, Teacher(path=str(folder))
+
+
+def opened(dataset, expert):
+    """A learner with the expert, and the stream of examples."""
+    learner = new_learner()
+    learner.expert = expert[1].field(learner)
+    cfg = Stored(path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5)
+    return learner, cfg.open(learner, new_rewards(), 0, ALONE)
+
+
+def test_a_row_without_attributes_is_dropped_and_named(dataset):
+    pairs, tally = read_attributes(str(dataset), "auto", None, lambda medium: medium)
+    assert [pair.targets for pair in pairs] == [
+        ("a, sharp", "a, blurred, grey"), ("aa, bright colours", "aa, dark"),
+    ]  # fmt: skip
+    assert tally.dropped == {"no texts positive and negative": 1}
+    assert tally.examples == {"no texts positive and negative": ["attributes.jsonl row 3"]}
+
+
+def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):
+    learner, stream = opened(dataset, expert)
+    cfg = Preference(loss=DPO(beta=100.0))
+    (batch,) = stream.batches([0])
+    data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0))
+    latents = data.examples.latents
+    assert torch.equal(latents[:2], latents[2:])
+    errors = matching_errors(cfg, learner.policy, learner.reference, data, learner.expert)
+    noise, sigma = data.rows()
+    x, cond = noised(latents, noise, sigma), data.examples.expert_cond
+    assert cond is not None
+    assert not torch.equal(cond["length"][:2], cond["length"][2:])
+    expected = learner.policy.velocity(x, sigma, data.examples.cond)
+    expected = expected - expert[0].velocity(x, sigma, cond)
+    assert torch.allclose(errors.policy, expected, atol=1e-6)
+
+
+def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):
+    learner, stream = opened(dataset, expert)
+    cfg = Preference(loss=DPO(beta=50.0), alarm=0)
+    rows = list(checked(2, train_preference(cfg, learner, stream, 0, range(60))))
+    assert rows[0]["policy_loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert rows[-1]["policy_loss"] < 0.5 < rows[-1]["implicit_accuracy"]

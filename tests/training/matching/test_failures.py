@@ -1,0 +1,78 @@
+"""What stops preference training, and what it leaves intact."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowalign.data.preference.collate import Columns
+from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.losses.matching.dpo import DPO
+from flowalign.losses.matching.local_dpo import LocalDPO
+from flowalign.media.media import Media
+from flowalign.rewards.composite import RewardFailure, Rewards
+from flowalign.training.checks import Weights
+from flowalign.training.ema import EMA
+from flowalign.training.matching.rollouts import Rollouts
+from tests.fixtures.pixel import Redness
+from tests.fixtures.training import ALONE, new_learner
+
+
+def stream(tmp_path, **changes):
+    """Four samples of two prompts, of which "bb" has no reward."""
+    (tmp_path / "prompts.txt").write_text("a\nbb\n")
+    cfg = Rollouts(
+        prompts=str(tmp_path / "prompts.txt"), prompts_per_step=2, samples_per_prompt=4,
+        num_steps=3, **changes,
+    )  # fmt: skip
+    rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0})
+    return cfg.open(new_learner(), rewards, 0, ALONE)
+
+
+def test_a_reward_that_fails_stops_online_training_and_is_named(tmp_path):
+    with pytest.raises(
+        RewardFailure, match=r"4 of 8 rewards failed. First: sample \d, prompt 'bb'"
+    ):
+        next(stream(tmp_path).batches([0]))
+
+
+def test_samples_without_a_reward_are_not_paired_where_that_is_asked_for(tmp_path):
+    (batch,) = stream(tmp_path, on_failed_reward="drop_sample").batches([0])
+    assert batch.total == 1
+    assert batch.metrics["reward_invalid"] == 0.5
+
+
+def test_a_reference_that_is_taken_anew_is_not_late_after_a_skipped_update():
+    learner = new_learner()
+    learner.averages["reference"] = EMA(learner.parameters, 0.0, every=2)
+    for update in range(3):
+        for p in learner.parameters:
+            p.grad = torch.full_like(p, torch.inf if update == 1 else 0.1)
+        learner.step()
+    now = [p.detach() for p in learner.parameters]
+    kept = learner.averages["reference"].average
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+def test_the_copy_of_the_start_is_given_up_once_it_has_been_compared():
+    learner = new_learner()
+    weights = Weights(learner, "raise")
+    for _ in range(2):
+        for p in learner.parameters:
+            p.grad = torch.full_like(p, 0.1)
+        learner.step()
+        assert weights.after_update()
+    assert not weights.start
+    assert not weights.after_update()
+
+
+def test_a_loss_that_needs_masks_refuses_data_without_any():
+    media = Media(data=b"one"), Media(data=b"two")
+    pair = Pair(Sample("a", media[0]), Sample("a", media[1]))
+    plain, masked = Columns.of([pair]), Columns.of([pair, replace(pair, mask="m.safetensors")])
+    with pytest.raises(
+        ValueError, match=r"recipe.loss needs masks; no pair of pairs.jsonl has any"
+    ):
+        plain.check(LocalDPO().traits.needs, "pairs.jsonl")
+    masked.check(LocalDPO().traits.needs, "pairs.jsonl")
+    plain.check(DPO().traits.needs, "pairs.jsonl")

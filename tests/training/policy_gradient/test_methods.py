@@ -1,0 +1,68 @@
+"""Every published method's run file, on the one-pixel policy: what it costs, and that it learns."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowalign.runs.plan import evaluations
+from flowalign.training.policy_gradient.advantages import judge
+from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.utils.costs import Costs
+from flowalign.utils.seeds import generator
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.run_files import CONFIGS, loaded
+from tests.fixtures.training import flat, new_learner, new_rewards, train
+
+METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
+THREE = ("a", "bb", "ccc")
+
+
+def moving_policy() -> PixelPolicy:
+    policy = PixelPolicy()
+    torch.nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(3))
+    return policy
+
+
+def recipe_of(path: Path):
+    return replace(loaded(path)[0].recipe, prompts_per_step=3)
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=lambda p: p.stem)
+def recipe(request):
+    return recipe_of(request.param)
+
+
+def test_a_step_costs_what_the_plan_says(recipe):
+    """Network evaluations, pictures and reward calls of sampling, valuing and one update."""
+    learner, rewards, costs = new_learner(moving_policy()), new_rewards(), Costs()
+    rewards.costs = costs
+    costs.watch(learner.policy.denoiser)
+    sampling = recipe.sampling
+    window = sampling.window.steps(sampling.num_steps, 0, generator(0, "window", 0))
+    wanted = evaluations(recipe, window)
+    blank, asked = recipe.blank(window), recipe.asked(window)
+    trajectory = rollout(recipe, learner, THREE, 0, 0)
+    batch, _ = judge(recipe, learner, state_values(recipe, learner, rewards, trajectory))
+    assert costs.sampling_evaluations == 3 * (wanted["sampling"] + wanted["completing"])
+    valued = {*asked, (sampling.num_steps, recipe.completion)}
+    scored = 3 * sum(len(blank.holders(k)) for k, _ in valued)
+    assert costs.decodes == costs.reward_calls == scored
+    update(recipe, learner, batch, 0, 0)
+    if type(recipe.credit).__name__ == "Contrast" or recipe.algorithm.pairs:
+        assert 0 < costs.training_evaluations <= 3 * wanted["training"], "only extremes are trained"
+    else:
+        assert costs.training_evaluations == 3 * wanted["training"]
+
+
+def test_it_moves_the_weights_towards_the_reward(recipe):
+    learner = new_learner(PixelPolicy(), learning_rate=3e-2)
+    before = flat(learner.policy.denoiser)
+    metrics = train(recipe, learner, steps=12)
+    assert not torch.equal(flat(learner.policy.denoiser), before)
+    early, late = (
+        sum(m["reward/redness"] for m in part) / 3 for part in (metrics[:3], metrics[-3:])
+    )
+    assert late > early + 0.3

@@ -1,0 +1,413 @@
+"""A run stopped anywhere goes on as if it had not been, and nothing broken is ever resumed."""
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from flowalign.reports import run_report as report
+from flowalign.runs import session as runs
+from flowalign.runs.config import Ema, Run
+from flowalign.sampling.sde_windows import Random
+from flowalign.training import checkpoint
+from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.training import ALONE, PROMPTS, flat, new_learner, new_recipe, train
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Every run ends with a report; other tests draw its charts."""
+    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+
+
+class Killed(BaseException):
+    """What no code may catch and survive."""
+
+
+class Mortal(Redness):
+    """Redness that ends the process at its n-th call."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.left = call
+
+    def score(self, batch):
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+        return super().score(batch)
+
+
+def new_run(folder: Path, **changes) -> Run:
+    """Five steps on pixels with all that carries state: moments, EMA, schedule, random window."""
+    prompts = folder.parent / "prompts.txt"
+    prompts.write_text("\n".join(PROMPTS))
+    defaults = {
+        "policy": PixelPolicy(), "rewards": [Redness()], "reward_weights": {"redness": 1.0},
+        "prompts": str(prompts), "num_steps": 5, "output_dir": str(folder), "threads": 1, "seed": 4,
+        "recipe": new_recipe({"window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5),
+        "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
+        "ema": Ema(decay=0.6, every=2), "checkpoints": Checkpoints(every=1), "device": "cpu",
+    }  # fmt: skip
+    return Run(**defaults | changes)
+
+
+def go(run: Run, resume: Path | None = None) -> dict:
+    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume), resume)
+
+
+def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state" / "training.safetensors")
+
+
+def metrics(folder: Path) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    unequal = ("timing/", "throughput", "seconds", "check/", "eval/seconds", "cost/seconds",
+               "cost/network_evaluations")  # fmt: skip  # a resumed run checks itself again
+    return [{k: v for k, v in r.items() if not k.startswith(unequal)} for r in rows]
+
+
+def assert_same_run(a: Path, b: Path, last: int) -> None:
+    one, other = state(a, last), state(b, last)
+    assert one.keys() == other.keys()
+    assert {n.partition(".")[0] for n in one} == {"parameter", "ema", "optimizer"}
+    assert [n for n in one if not torch.equal(one[n], other[n])] == []
+    assert metrics(a) == metrics(b)
+
+
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, after):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    go(new_run(straight))
+    with pytest.raises(Killed):
+        go(new_run(broken, rewards=[Mortal(after)]))
+    newest = checkpoint.latest(broken / "checkpoints")
+    assert newest == broken / "checkpoints" / f"step-{after:06d}"
+    summary = go(new_run(broken), newest)
+    assert_same_run(straight, broken, 5)
+    assert summary["status"] == "finished"
+    assert summary["steps"] == 5
+
+
+def test_resuming_from_an_older_checkpoint_drops_what_came_later(tmp_path):
+    folder = tmp_path / "run"
+    go(new_run(folder, checkpoints=Checkpoints(every=1, keep=0)))
+    before, rows = state(folder, 5), metrics(folder)
+    go(new_run(folder), folder / "checkpoints" / "step-000002")
+    assert all(torch.equal(before[n], value) for n, value in state(folder, 5).items())
+    assert metrics(folder) == rows
+
+
+def test_resuming_a_finished_run_changes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    go(new_run(folder))
+    before = state(folder, 5)
+    summary = go(new_run(folder), checkpoint.latest(folder / "checkpoints"))
+    assert summary["steps"] == 5
+    assert all(torch.equal(before[n], value) for n, value in state(folder, 5).items())
+
+
+def test_the_last_step_is_always_saved_and_only_the_newest_are_kept(tmp_path):
+    folder = tmp_path / "run"
+    go(new_run(folder, checkpoints=Checkpoints(every=2, keep=2)))
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000005"]
+
+
+def test_keep_0_keeps_every_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    go(new_run(folder, checkpoints=Checkpoints(every=2, keep=0)))
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert kept == ["step-000002", "step-000004", "step-000005"]
+
+
+def test_the_newest_checkpoint_is_the_one_of_the_highest_step_beyond_six_digits(tmp_path):
+    for step in (999_999, 1_000_000, 90):
+        (tmp_path / f"step-{step:06d}").mkdir()
+    (tmp_path / "step-000090-my-copy").mkdir()
+    assert checkpoint.latest(tmp_path).name == "step-1000000"
+    checkpoint.prune(tmp_path, 1)
+    assert {p.name for p in tmp_path.iterdir()} == {"step-1000000", "step-000090-my-copy"}
+
+
+def test_a_checkpoint_holds_live_and_averaged_weights_apart(tmp_path):
+    learner = new_learner(ema=(0.9, 1))
+    train(new_recipe(), learner, steps=2)
+    folder = checkpoint.save(tmp_path, 2, learner, "c: 1", {})
+    live = load_file(folder / "pixel.safetensors")
+    averaged = load_file(folder / "ema" / "pixel.safetensors")
+    for (name, p), average in zip(learner.named.items(), learner.ema.average, strict=True):
+        assert torch.equal(live[name], p)
+        assert torch.equal(averaged[name], average)
+    assert not torch.equal(live["0.weight"], averaged["0.weight"])
+
+
+def _saved(tmp_path) -> tuple[Path, Learner]:
+    learner = new_learner(ema=(0.9, 1))
+    train(new_recipe(), learner, steps=1)
+    return checkpoint.save(tmp_path, 1, learner, "c: 1", {}), learner
+
+
+def _short(error: BaseException) -> str:
+    assert len(str(error).splitlines()) <= 5
+    return str(error)
+
+
+def test_a_truncated_file_is_refused_by_name_and_size(tmp_path):
+    folder, _ = _saved(tmp_path)
+    file = folder / "state" / "training.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 8)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        checkpoint.restore(folder, new_learner(ema=(0.9, 1)))
+    message = _short(caught.value)
+    assert "training.safetensors" in message
+    assert f"{size - 8} of {size}" in message
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    folder, _ = _saved(tmp_path)
+    (folder / "ema" / "pixel.safetensors").unlink()
+    with pytest.raises(ValueError, match=re.escape("ema/pixel.safetensors")):
+        checkpoint.restore(folder, new_learner(ema=(0.9, 1)))
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(tmp_path):
+    folder, _ = _saved(tmp_path)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(ValueError, match=re.escape("manifest.json is missing")):
+        checkpoint.restore(folder, new_learner(ema=(0.9, 1)))
+
+
+@pytest.mark.parametrize(
+    ("policy", "ema"),
+    [(PixelPolicy(width=16), (0.9, 1)), (PixelPolicy(), None)],
+    ids=["another model", "without its EMA"],
+)
+def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(tmp_path, policy, ema):
+    folder, _ = _saved(tmp_path)
+    other = new_learner(policy, ema=ema)
+    before = flat(policy.denoiser)
+    with pytest.raises(ValueError, match="another model or adapter") as caught:
+        checkpoint.restore(folder, other)
+    assert "for example" in _short(caught.value)
+    assert torch.equal(flat(policy.denoiser), before)
+
+
+def test_left_over_half_written_folders_are_neither_resumed_nor_counted(tmp_path):
+    folder, learner = _saved(tmp_path)
+    leftover = tmp_path / ".step-000002.tmp"
+    (leftover / "state").mkdir(parents=True)
+    (leftover / "state" / "training.safetensors").write_bytes(b"half")
+    assert checkpoint.latest(tmp_path) == folder
+    checkpoint.prune(tmp_path, 1)
+    assert folder.is_dir()
+    second = checkpoint.save(tmp_path, 2, learner, "c: 2", {})
+    assert not leftover.exists()
+    checkpoint.check_complete(second)
+
+
+@contextmanager
+def disk_that_fills():
+    """A call, from any thread, makes the disk full; afterwards it is as before.
+
+    Files cannot grow beyond ten kilobytes; safetensors then fails the way it does on a full disk.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+class FullDisk(Redness):
+    """Redness whose third call fills the disk."""
+
+    def __init__(self, fill):
+        super().__init__()
+        self.fill, self.calls = fill, 0
+
+    def score(self, batch):
+        self.calls += 1
+        if self.calls == 3:
+            self.fill()
+        return super().score(batch)
+
+
+def test_a_full_disk_leaves_earlier_checkpoints_and_says_so_in_a_few_lines(tmp_path):
+    folder = tmp_path / "run"
+    # Wide enough that the optimizer's moments do not fit where the weights and metrics still do.
+    policy, failure = PixelPolicy(width=128), "could not write checkpoint 3"
+    with disk_that_fills() as fill, pytest.raises(TrainingFailure, match=failure) as caught:
+        go(new_run(folder, policy=policy, rewards=[FullDisk(fill)]))
+    assert "File too large" in _short(caught.value)
+    assert "--resume" in _short(caught.value)
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == [
+        "step-000001",
+        "step-000002",
+    ]
+    checkpoint.check_complete(folder / "checkpoints" / "step-000002")
+
+
+def test_an_os_error_while_saving_keeps_the_reason(tmp_path, monkeypatch):
+    def fail(tensors, path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", fail)
+    with pytest.raises(TrainingFailure, match="No space left on device") as caught:
+        go(new_run(tmp_path / "run"))
+    assert str(tmp_path / "run" / "checkpoints") in _short(caught.value)
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_directory_is_never_overwritten_unasked(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "precious.txt").write_text("mine")
+    with pytest.raises(ValueError, match="already holds a run") as caught:
+        runs.start(new_run(folder), "", lambda _: None)
+    assert "--overwrite" in _short(caught.value)
+    assert [p.name for p in folder.iterdir()] == ["precious.txt"]
+
+
+def test_overwriting_refuses_to_delete_what_is_no_run_directory(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match=re.escape("holds no config.yaml")):
+        runs.remove(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()
+    (tmp_path / "config.yaml").write_text("")
+    runs.remove(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_checkpoint_that_loads_back_differently_stops_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(PixelPolicy, "verify_weights", lambda self, folder: 1e-3)
+    with pytest.raises(TrainingFailure, match=re.escape("difference of 1.0e-03 instead of 0")):
+        go(new_run(tmp_path / "run"))
+
+
+def test_a_restored_loss_scale_and_counters_are_those_saved(tmp_path):
+    policy = PixelPolicy()
+    policy.precision = "fp16"
+    learner = Learner(policy, Optimizer(), ALONE, 10)
+    learner.scaler._scale, learner.num_updates, learner.num_skipped = torch.tensor(512.0), 7, 2
+    folder = checkpoint.save(tmp_path, 3, learner, "", {"seconds": 1.5})
+    other = Learner(policy, Optimizer(), ALONE, 10)
+    loop = checkpoint.restore(folder, other)
+    assert other.scaler.state_dict()["scale"] == 512.0
+    assert (other.num_updates, other.num_skipped) == (7, 2)
+    assert (loop["step"], loop["seconds"]) == (3, 1.5)
+
+
+SMALL = {
+    "policy": {
+        "class_path": "pipelines.sd3.SD3",
+        "init_args": {
+            "path": "assets/shapes/sd3", "height": 32, "width": 32, "guidance": 1.0,
+            "precision": "fp32", "max_sequence_length": 1, "lora": {"rank": 2, "alpha": 3},
+        },
+    },
+    "rewards": [{"class_path": "reward_models.shapes.ShapesVerifier"}],
+    "reward_weights": {"colour": 1.0, "clean": 0.5},
+    "prompts": "assets/shapes/prompts/train.txt",
+    "num_steps": 8,
+    "recipe": {
+        "prompts_per_step": 2, "micro_batch": 8, "on_failed_check": "warn",
+        "sampling": {"num_steps": 3, "samples_per_prompt": 4, "micro_batch": 8},
+    },
+    "checkpoints": {"every": 1},
+    "device": "cpu",
+    "threads": 1,
+}  # fmt: skip
+
+
+def _start(folder: Path, *options: str) -> subprocess.Popen:
+    """`flowalign train` in a process of its own."""
+    file = folder.parent / "run.yaml"
+    file.write_text(yaml.safe_dump(SMALL))
+    command = [sys.executable, "-m", "flowalign", "train", str(file), "--output_dir", str(folder)]
+    return subprocess.Popen(
+        [*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def _wait_for(path: Path, process: subprocess.Popen) -> None:
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.002)
+
+
+def _finish(process: subprocess.Popen, code: int = 0) -> str:
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    _finish(_start(straight))
+    process = _start(killed)
+    _wait_for(killed / "checkpoints" / "step-000003", process)
+    process.send_signal(signal.SIGKILL)
+    _finish(process, -signal.SIGKILL)
+    assert not (killed / "summary.json").exists()
+    _finish(_start(killed, "--resume"))
+    assert_same_run(straight, killed, 8)
+    assert json.loads((killed / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_after_the_step_in_progress_and_exits_130(tmp_path):
+    folder = tmp_path / "run"
+    process = _start(folder, "--checkpoints.every", "100")
+    _wait_for(folder / "metrics.jsonl", process)
+    while not (folder / "metrics.jsonl").read_text():
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    assert "--resume" in _finish(process, 130)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted"
+    assert 1 <= summary["steps"] < 8
+    newest = checkpoint.latest(folder / "checkpoints")
+    assert newest.name == f"step-{summary['steps']:06d}"
+    checkpoint.check_complete(newest)
+
+
+def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_the_same_step(tmp_path, monkeypatch):
+    aside, final = tmp_path / ".step-000004.tmp", tmp_path / "step-000004"
+    for folder, text in ((aside, "new"), (final, "old")):
+        folder.mkdir()
+        (folder / "what").write_text(text)
+    rename = os.replace
+
+    def refuse(source, target):
+        if source == aside:
+            raise OSError(errno.EIO, "input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(checkpoint.os, "replace", refuse)
+    with pytest.raises(OSError, match="input/output"):
+        checkpoint._put_in_place(aside, final)
+    assert (final / "what").read_text() == "old"
+    monkeypatch.undo()
+    checkpoint._put_in_place(aside, final)
+    assert (final / "what").read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]

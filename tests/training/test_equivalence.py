@@ -1,0 +1,140 @@
+"""Runs that must agree: differences here are bugs that no loss curve would reveal."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from flowalign.distributed.processes import Processes
+from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.sampling.rollout import Sampling
+from flowalign.sampling.sde_windows import Random
+from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+
+PIXEL_RECIPES = {
+    "plain": {},
+    "two updates, two epochs": {"updates_per_step": 2, "epochs_per_step": 2, "micro_batch": 5},
+    "compared over the batch": {"advantage_scale": "batch"},
+    "compared over all steps": {"advantage_scale": "joint"},
+    "with a reference": {"algorithm": GRPO(PPOClip(0.2), kl_coef=0.5)},
+    "preferring one of two": {
+        "algorithm": StepDPO(),
+        "updates_per_step": 2,
+        "epochs_per_step": 2,
+        "micro_batch": 5,
+    },
+    "in chunks": {
+        "algorithm": GRPO(PPOClip(0.02), chunk_sizes="latent_change"),
+        "updates_per_step": 2,
+        "epochs_per_step": 2,
+        "micro_batch": 5,
+    },
+    "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
+}
+
+
+def _pixel(processes, recipe):
+    learner = new_learner(PixelPolicy(), processes, ema=(0.9, 1))
+    metrics = train(new_recipe(**recipe), learner, steps=3)
+    return flat(learner.policy.denoiser), learner.ema.average, _comparable(metrics)
+
+
+def _failing(processes, on_failure):
+    learner = new_learner(PixelPolicy(), processes)
+    rewards = new_rewards(on_failure)
+    rewards.models = [Redness(fail_on="ccc")]
+    metrics = train(new_recipe(on_failed_reward=on_failure), learner, rewards, steps=3)
+    return flat(learner.policy.denoiser), [], _comparable(metrics)
+
+
+def _sd3(processes, _):
+    """A LoRA of an image model, with reference, on a random window."""
+    policy = new_sd3()
+    move(policy, 0.01)
+    learner = new_learner(policy, processes, learning_rate=1e-3)
+    recipe = new_recipe(algorithm=GRPO(PPOClip(0.2), kl_coef=0.1), micro_batch=5)
+    sampling = Sampling(num_steps=3, samples_per_prompt=2, window=Random(2, 0, 2), micro_batch=4)
+    metrics = train(dataclasses.replace(recipe, sampling=sampling), learner, steps=2)
+    return flat(policy.denoiser), [], _comparable(metrics)
+
+
+def _comparable(metrics):
+    """All but durations, drifts of rounding size, and the spread within a micro-batch."""
+    other = ("timing/", "check/", "throughput", "ratio_std")
+    return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
+
+
+IMAGES = "a LoRA of an image model"
+RUNS = {
+    **{name: (_pixel, recipe) for name, recipe in PIXEL_RECIPES.items()},
+    "drop_sample": (_failing, "drop_sample"),
+    "drop_group": (_failing, "drop_group"),
+    IMAGES: (_sd3, None),
+}
+
+
+def _one_of_two(rank, names, folder):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    for name in names:
+        work, argument = RUNS[name]
+        made = work(Processes(rank, 2, torch.device("cpu")), argument)
+        torch.save(made, f"{folder}/{name}{rank}")
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def _on_two(names, folder):
+    """These runs on the same two processes; a call gives what the two ranks made of one."""
+    mp.start_processes(_one_of_two, (names, str(folder)), nprocs=2, start_method="fork")
+    return lambda name: [torch.load(folder / f"{name}{rank}", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory):
+    return _on_two([name for name in RUNS if name != IMAGES], tmp_path_factory.mktemp("ranks"))
+
+
+def _assert_two_equal_one(on_two, name, tolerance=1e-6):
+    work, argument = RUNS[name]
+    first, second = on_two(name)
+    assert torch.equal(first[0], second[0]), "ranks hold different weights"
+    assert first[2] == second[2], "ranks report different metrics"
+    weights, ema, metrics = work(Processes(0, 1, torch.device("cpu")), argument)
+    torch.testing.assert_close(first[0], weights, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(first[1], ema, atol=tolerance, rtol=tolerance)
+    for ours, theirs in zip(metrics, first[2], strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ours:
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-5, nan_ok=True), key
+
+
+@pytest.mark.parametrize("name", PIXEL_RECIPES)
+def test_two_processes_with_three_prompts_make_the_update_of_one(name, on_two):
+    _assert_two_equal_one(on_two, name)
+
+
+@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
+def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two):
+    _assert_two_equal_one(on_two, on_failure)
+
+
+@pytest.mark.slow
+def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):
+    # Adam divides by the gradient's size: rounding of tiny ones grows to a share of the step.
+    _assert_two_equal_one(_on_two([IMAGES], tmp_path), IMAGES, tolerance=1e-5)
+
+
+def test_equal_seeds_make_equal_runs_and_other_seeds_others():
+    runs = [new_learner() for _ in range(3)]
+    for learner, seed in zip(runs, (0, 0, 1), strict=True):
+        train(new_recipe(), learner, steps=2, seed=seed)
+    a, b, c = (flat(learner.policy.denoiser) for learner in runs)
+    assert torch.equal(a, b)
+    assert not torch.allclose(a, c)

@@ -1,0 +1,143 @@
+"""What metrics.jsonl holds after writing, interruption and resumption."""
+
+import json
+import sys
+
+import pytest
+
+from flowalign.utils import tracking
+from flowalign.utils.tracking import Tracker, read_metrics
+
+
+def write(folder, steps, **options):
+    tracker = Tracker(folder, **options)
+    for step in steps:
+        tracker.log(step, {"reward_mean": step / 8})
+    tracker.close()
+
+
+def steps_of(folder):
+    return [row["step"] for row in read_metrics(folder)]
+
+
+def test_a_row_holds_step_seconds_and_metrics_and_is_on_disk_before_close(tmp_path):
+    tracker = Tracker(tmp_path / "new" / "run")
+    tracker.log(3, {"reward/colour": 0.25, "kl": 2})
+    (line,) = (tmp_path / "new" / "run" / "metrics.jsonl").read_text().splitlines()
+    row = json.loads(line)
+    seconds = row.pop("seconds")
+    assert 0 <= seconds < 60
+    assert row == {"step": 3, "reward/colour": 0.25, "kl": 2.0}
+    tracker.close()
+    tracker.close()
+
+
+def test_numbers_that_are_not_finite_become_null(tmp_path):
+    tracker = Tracker(tmp_path)
+    tracker.log(0, {"a": float("nan"), "b": float("inf"), "c": -float("inf"), "d": 0.0})
+    tracker.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    (row,) = read_metrics(tmp_path)
+    assert [row[name] for name in "abcd"] == [None, None, None, 0.0]
+
+
+def test_a_folder_without_metrics_has_no_rows(tmp_path):
+    assert read_metrics(tmp_path) == []
+
+
+def test_a_resumed_run_has_each_step_exactly_once(tmp_path):
+    write(tmp_path, range(5))
+    write(tmp_path, range(3, 7), keep_until=3)
+    assert steps_of(tmp_path) == [0, 1, 2, 3, 4, 5, 6]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_without_keep_until_earlier_rows_stay(tmp_path):
+    write(tmp_path, [0, 1])
+    write(tmp_path, [2])
+    assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_keep_until_zero_starts_anew(tmp_path):
+    write(tmp_path, [0, 1])
+    write(tmp_path, [0], keep_until=0)
+    assert steps_of(tmp_path) == [0]
+
+
+@pytest.mark.parametrize("keep_until", [None, 2])
+def test_a_truncated_last_line_is_dropped_and_does_not_spoil_the_next(tmp_path, keep_until):
+    write(tmp_path, [0, 1])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "seco')
+    assert steps_of(tmp_path) == [0, 1]
+    write(tmp_path, [2], keep_until=keep_until)
+    assert steps_of(tmp_path) == [0, 1, 2]
+
+
+def test_a_complete_last_line_without_a_newline_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1.5}')
+    write(tmp_path, [1])
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "seconds": 1}\n{"ste\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2 is not JSON"):
+        read_metrics(tmp_path)
+
+
+def test_seconds_go_on_from_the_last_kept_row(tmp_path):
+    """The row at 500 s is dropped, so the run goes on from 100 s."""
+    rows = [{"step": 0, "seconds": 100.0}, {"step": 1, "seconds": 500.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(tmp_path, [1], keep_until=1)
+    assert 100 <= read_metrics(tmp_path)[1]["seconds"] < 160
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, name):
+    """And nothing of an earlier run is touched."""
+    write(tmp_path, [0, 1])
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"pip install flowalign\[{name}\]"):
+        Tracker(tmp_path, [name], keep_until=0)
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_tensorboard_receives_every_scalar_once_even_after_resuming(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(tmp_path, [0, 1, 2], trackers=["tensorboard"])
+    write(tmp_path, [1, 2, 3], trackers=["tensorboard"], keep_until=1)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    seen = [(event.step, event.value) for event in events.Scalars("reward_mean")]
+    assert seen == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.375)]
+
+
+FAKE_WANDB = """
+calls = []
+class Run:
+    def log(self, metrics, step): calls.append((step, metrics))
+    def finish(self): calls.append("finish")
+def init(**options):
+    calls.append(options)
+    return Run()
+"""
+
+
+def test_wandb_stays_offline_unless_told_otherwise(tmp_path, monkeypatch):
+    (tmp_path / "wandb.py").write_text(FAKE_WANDB)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    write(tmp_path / "first", [4], trackers=["wandb"])
+    monkeypatch.setenv("WANDB_MODE", "online")
+    write(tmp_path / "second", [], trackers=["wandb"])
+    offline, row, finish, online, _ = sys.modules["wandb"].calls
+    assert (offline["mode"], online["mode"]) == ("offline", "online")
+    assert (row, finish) == ((4, {"reward_mean": 0.5}), "finish")
+    monkeypatch.delitem(sys.modules, "wandb")
