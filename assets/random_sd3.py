@@ -25,32 +25,59 @@ SHAPES = Path(__file__).parent / "shapes" / "sd3"
 
 
 def build(layers: int, heads: int, joint: int) -> StableDiffusion3Pipeline:
-    """Transformer of the given size (64 channels per head), f8 autoencoder, tiny text encoders."""
+    """Build a transformer of this size (64 channels per head), an f8 VAE, tiny text encoders."""
     words = PreTrainedTokenizerFast.from_pretrained(SHAPES / "tokenizer")
     clip = CLIPTextConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=16, projection_dim=64, pad_token_id=0,
-        bos_token_id=1, eos_token_id=3,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        projection_dim=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=3,
+    )
     t5 = T5Config(vocab_size=len(words), d_model=joint, d_kv=8, d_ff=8, num_layers=1, num_heads=1)
     transformer = SD3Transformer2DModel(
-        sample_size=128, patch_size=2, in_channels=16, out_channels=16, num_layers=layers,
-        attention_head_dim=64, num_attention_heads=heads, joint_attention_dim=joint,
-        caption_projection_dim=64 * heads, pooled_projection_dim=128, pos_embed_max_size=96,
+        sample_size=128,
+        patch_size=2,
+        in_channels=16,
+        out_channels=16,
+        num_layers=layers,
+        attention_head_dim=64,
+        num_attention_heads=heads,
+        joint_attention_dim=joint,
+        caption_projection_dim=64 * heads,
+        pooled_projection_dim=128,
+        pos_embed_max_size=96,
         qk_norm="rms_norm",
-    )  # fmt: skip
+    )
     vae = AutoencoderKL(
-        block_out_channels=(16, 32, 32, 32), down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, layers_per_block=1, norm_num_groups=8,
-        latent_channels=16, use_quant_conv=False, use_post_quant_conv=False,
-        mid_block_add_attention=False, scaling_factor=1.5305, shift_factor=0.0609,
-    )  # fmt: skip
+        block_out_channels=(16, 32, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=16,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+    )
     return StableDiffusion3Pipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), vae=vae,
-        text_encoder=CLIPTextModelWithProjection(clip), tokenizer=words,
-        text_encoder_2=CLIPTextModelWithProjection(clip), tokenizer_2=words,
-        text_encoder_3=T5EncoderModel(t5), tokenizer_3=words,
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=CLIPTextModelWithProjection(clip),
+        tokenizer=words,
+        text_encoder_2=CLIPTextModelWithProjection(clip),
+        tokenizer_2=words,
+        text_encoder_3=T5EncoderModel(t5),
+        tokenizer_3=words,
+    )
 
 
 if __name__ == "__main__":

@@ -20,24 +20,35 @@ WORDS = Path(__file__).parent / "shapes_video" / "wan" / "tokenizer"
 
 
 def build(layers: int = 30, heads: int = 12, text: int = 4096, vae: int = 96) -> WanPipeline:
-    """Transformer of the given size (128 channels per head), its VAE, and a tiny text encoder."""
+    """Build a transformer of this size (128 channels per head), its VAE, a tiny text encoder."""
     words = PreTrainedTokenizerFast.from_pretrained(WORDS)
     encoder = UMT5Config(
         vocab_size=len(words), d_model=text, d_kv=8, d_ff=8, num_layers=1, num_heads=1
     )
     width = 128 * heads
     transformer = WanTransformer3DModel(
-        patch_size=(1, 2, 2), num_attention_heads=heads, attention_head_dim=128, in_channels=16,
-        out_channels=16, text_dim=text, freq_dim=256, ffn_dim=width * 35 // 6, num_layers=layers,
-        cross_attn_norm=True, qk_norm="rms_norm_across_heads",
-    )  # fmt: skip
+        patch_size=(1, 2, 2),
+        num_attention_heads=heads,
+        attention_head_dim=128,
+        in_channels=16,
+        out_channels=16,
+        text_dim=text,
+        freq_dim=256,
+        ffn_dim=width * 35 // 6,
+        num_layers=layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+    )
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     return WanPipeline(
-        tokenizer=words, text_encoder=UMT5EncoderModel(encoder), transformer=transformer,
-        vae=AutoencoderKLWan(base_dim=vae), scheduler=scheduler,
-    )  # fmt: skip
+        tokenizer=words,
+        text_encoder=UMT5EncoderModel(encoder),
+        transformer=transformer,
+        vae=AutoencoderKLWan(base_dim=vae),
+        scheduler=scheduler,
+    )
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Diffusers pipelines as flowalign policies, one file per family."""
+"""Wraps diffusers pipelines as flowalign policies, one file per model family."""

@@ -1,4 +1,4 @@
-"""What all diffusers pipelines do alike as policies: sizes, loading, precision, saving."""
+"""Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -28,34 +28,37 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class DiffusersPolicy(Policy):
-    """A policy around a pipeline with a denoiser (`part`), a `vae` and a `scheduler`.
+    """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
-    A family is one subclass: its two classes, a constructor, and the abstract methods below
-    together with `encode` and `velocity`. The constructor is cheap; `load` reads the
-    weights. With `lora` None the whole denoiser is trained.
+    A model family is one subclass: its two classes, a constructor, and the abstract methods below
+    together with `encode` and `velocity`. The constructor is cheap; `load` reads the weights. With
+    `lora` None the whole denoiser is trained.
     """
 
     pipeline_class: type[DiffusionPipeline]
     transformer_class: Any
-    """A subclass of both `ModelMixin` and `ConfigMixin`."""
+    """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     part: str = "transformer"
-    """The component that is the denoiser, or the first of them."""
+    """Name of the pipeline component that is the denoiser, or of the first one where there are
+    two."""
     parts: tuple[str, ...]
-    """Those that are trained."""
+    """Names of the components that are trained."""
     state: str = "hidden_states"
-    """What its forward method calls the noisy latents."""
+    """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     tells_size: bool = False
-    """Whether conditions say how large pictures are."""
+    """Whether the conditioning contains the image size, as SDXL's does."""
     unused: Mapping[str, Any] = {}
-    """Arguments that keep the pipeline from loading what a policy does not need."""
+    """Arguments to `from_pretrained` that skip components which a policy does not need."""
     offloaded: tuple[str, ...] = ()
-    """How names of components begin that stay on the CPU, from where `encode` brings them."""
+    """Prefixes of component names that wait on the CPU; `encode` moves them to the device for its
+    work."""
     film: tuple[object, ...] = ()
-    """What, beside VAE and size, decides how media are encoded."""
+    """Settings besides the VAE and the size that change how media are encoded; part of
+    `encoders`."""
     shift: float | None = None
-    """Of the schedule, where it is not that of the folder."""
+    """Shift of the noise schedule; None keeps that of the folder's scheduler."""
     probes: Sequence[str] = ("a", "b")
-    """Prompts that `encode` takes, by which saved weights are compared."""
+    """Prompts that `encode` accepts; `verify_weights` compares velocities for them."""
     denoiser: Any
     height: int
     width: int
@@ -71,15 +74,19 @@ class DiffusersPolicy(Policy):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        """Latent shape of one sample, from the two configurations. ValueError where none fits."""
+        """Return the latent shape of one sample, given the configurations of denoiser and VAE.
+
+        Raises:
+            ValueError: the model cannot produce the requested size.
+        """
 
     @abstractmethod
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
-        """Tokens that the denoiser attends over, for the estimate of memory."""
+        """Count the tokens that the denoiser attends over, for the memory estimate."""
 
     @abstractmethod
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        """The pipeline's own schedule: num_steps + 1 values from the state of `noise` to 0."""
+        """Return the pipeline's schedule: num_steps + 1 values from the state of `noise` to 0."""
 
     def plan(self) -> ModelPlan:
         transformer, vae, scheduler = (
@@ -122,7 +129,7 @@ class DiffusersPolicy(Policy):
         self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
 
     def assembled(self, components: Mapping[str, Any]) -> Any:
-        """The denoiser that these components make."""
+        """Return the denoiser built from these components; two networks are joined here."""
         return components[self.part]
 
     def schedule(self, num_steps: int) -> Tensor:
@@ -133,7 +140,7 @@ class DiffusersPolicy(Policy):
         return norm(self.schedule(1)[0]) * x.to(self.denoiser.device)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
-        """The network in the run's precision; float32 out."""
+        """Evaluate the network in the run's precision and return its output in float32."""
         dtype = DTYPES[self.precision]
         inputs[self.state] = x.to(dtype)
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
@@ -179,7 +186,7 @@ class DiffusersPolicy(Policy):
         x = self.noise(2, torch.Generator().manual_seed(0))
         cond = self.encode((*self.probes, *self.probes)[:2])
         early = self.schedule(4)[1]
-        sigma = torch.stack([early, early / 20])  # late, too: it may be another network's
+        sigma = torch.stack([early, early / 20])  # low noise may use another network
         with torch.no_grad():
             expected = self.velocity(x, sigma, cond)
             found = [_replayed(self, part, folder, x, sigma, cond) for part in self.parts]
@@ -189,7 +196,7 @@ class DiffusersPolicy(Policy):
 def _replayed(
     policy: DiffusersPolicy, part: str, folder: str, x: Tensor, sigma: Tensor, cond: Cond
 ) -> Tensor:
-    """Velocity with one part as a fresh pipeline loads it, which is freed afterwards."""
+    """Compute the velocity with one part freshly loaded from `folder`; it is freed afterwards."""
     mine, fresh = policy.denoiser, {part: _saved(policy, part, folder).to(x.device)}
     policy.denoiser = policy.assembled({**policy.pipe.components, **fresh})
     try:
@@ -199,12 +206,12 @@ def _replayed(
 
 
 def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
-    """What a user of plain diffusers gets from `folder` for one component, the others left out."""
+    """Load one component from `folder` as a user of plain diffusers would, without the others."""
     if policy.lora is None:
         return policy.transformer_class.from_pretrained(folder, subfolder=part)
     components = policy.pipe.components
     without = {**policy.unused, **{n: None for n in components if n not in (part, "scheduler")}}
-    if part != policy.part:  # diffusers asks the first network what kind of model it is
+    if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
     load_adapter(pipe, part, folder)

@@ -1,4 +1,4 @@
-"""CogVideoX 1.0, text to video, as a flowalign policy: v-prediction in flow coordinates."""
+"""Wraps CogVideoX 1.0 (text to video) as a flowalign policy: v-prediction in flow coordinates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,23 +21,23 @@ from pipelines.video import Memory, Video, VideoPolicy, allowed_frames
 from pipelines.weights import Lora
 
 LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""On the attention of every block.
+"""Default adapter: on the attention of every block.
 
 A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
 """
 
 
 class CogVideoX(VideoPolicy):
-    """Text-to-video policy around a `CogVideoXPipeline` folder or hub identifier.
+    """Wraps a `CogVideoXPipeline` folder or hub identifier as a text-to-video policy.
 
-    A diffusion model in flow coordinates, as `pipelines.unet.UNetPolicy` says: a Euler step is its
-    deterministic DDIM step, times are evenly spaced from the last one, which here is pure noise.
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it does not
-    change with time, as by the pipeline's default. The network fixes the length of prompts.
+    It is a diffusion model in flow coordinates, see `pipelines.unet.UNetPolicy`: an Euler step is
+    its deterministic DDIM step, and times are evenly spaced from the last one, which here is pure
+    noise. `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is
+    constant over time, which is the pipeline's default. The network fixes the length of prompts.
 
-    Its autoencoder takes 1 and multiples of 8 frames more, and decodes two latent frames at a time,
-    exactly and always: `memory.decode_frames` is refused. CogVideoX 1.5 generates latent frames
-    that its pipeline throws away (`patch_size_t`), and is refused, too.
+    Its autoencoder takes 1 + 8 k frames and always decodes two latent frames at a time, which is
+    exact, so `memory.decode_frames` is refused. CogVideoX 1.5 generates latent frames that its
+    pipeline throws away (`patch_size_t`); it is refused, too.
     """
 
     pipeline_class = CogVideoXPipeline
@@ -96,9 +96,12 @@ class CogVideoX(VideoPolicy):
         guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
-                list(prompts), None, guided, max_sequence_length=self.max_sequence_length,
+                list(prompts),
+                None,
+                guided,
+                max_sequence_length=self.max_sequence_length,
                 device=self.denoiser.device,
-            )  # fmt: skip
+            )
         return {"text": text, "text_neg": text_neg} if guided else {"text": text}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -120,7 +123,7 @@ class CogVideoX(VideoPolicy):
         return flow_velocity(scheduler.config.prediction_type, prediction, x, sigma)
 
     def _positions(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Rotations of the tokens where the network (the 5B) takes them."""
+        """Compute the rotary embeddings of the tokens; None for networks without (only 5B has)."""
         if not self.pipe.transformer.config.use_rotary_positional_embeddings:
             return None
         return self.pipe._prepare_rotary_positional_embeddings(
@@ -129,5 +132,5 @@ class CogVideoX(VideoPolicy):
 
 
 def _table(scheduler: Any) -> Tensor:
-    """Flow times of the model's own times; computed in the scheduler's float64."""
+    """Return the flow sigmas of the model's discrete times, computed in the scheduler's float64."""
     return flow_sigmas(scheduler.alphas_cumprod).float()

@@ -1,4 +1,4 @@
-"""Media as an autoencoder of pictures sees them, and what identifies an encoder."""
+"""Prepares media for image autoencoders, and identifies encoders by a digest."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 SAMPLED = 65536
-"""Values of each tensor that a digest looks at, at most."""
+"""Maximum number of values per tensor that a digest reads."""
 
 
 def covering(
     pictures: Float[Tensor, "n 3 h w"], height: int, width: int
 ) -> Float[Tensor, "n 3 height width"]:
-    """Pictures resized so that they cover the size, both sides alike, and its centre of them.
+    """Resize images to cover the target size, keeping the aspect ratio, and crop the centre.
 
-    Bicubic with antialiasing, kept within [0, 1]; pictures of the size stay as they are.
+    Bicubic with antialiasing, clamped to [0, 1]; images that already have the size are unchanged.
     """
     h, w = pictures.shape[-2:]
     scale = max(height / h, width / w)
@@ -32,10 +32,11 @@ def covering(
 
 
 def digest(module: nn.Module, config: Mapping[str, Any], *settings: object) -> str:
-    """16 hexadecimal digits that differ where an encoder of these settings encodes differently.
+    """Return 16 hexadecimal digits that identify an encoder with these settings.
 
-    Of each tensor: its name, shape, type, and values at equal distances. Of the configuration:
-    what is neither a version nor a path.
+    The digest covers the name, shape, dtype and equally spaced values of each tensor, and the
+    configuration without versions and paths. Encoders that encode differently get different
+    digests.
     """
     found = hashlib.sha256(repr((type(module).__name__, *settings)).encode())
     kept = {k: v for k, v in config.items() if k[0] != "_" and k != "transformers_version"}

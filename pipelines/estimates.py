@@ -1,4 +1,4 @@
-"""What parts of a pipeline would hold in memory: built and run on tensors that have no values."""
+"""Estimates the memory of pipeline parts by running them on tensors of the meta device."""
 
 import inspect
 import weakref
@@ -20,14 +20,14 @@ _ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Bytes of the tensors that `work` makes and that are alive at once, at most."""
+    """Return the peak bytes of the tensors that `work` creates and that are alive at once."""
     with torch.no_grad(), _Alive() as alive:
         work()
     return alive.most
 
 
 def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
-    """The pipeline with its VAE on the meta device, and nothing else."""
+    """Build the pipeline with its VAE on the meta device and no other component."""
     config = config_of(cls, path, "vae")
     with torch.device("meta"):
         vae = getattr(diffusers, config["_class_name"]).from_config(config)
@@ -38,7 +38,7 @@ def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
 
 
 def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
-    """Parameters of what encodes prompts, and pictures beside them, from configurations alone."""
+    """Count the parameters of the text and image encoders of prompts, from configurations alone."""
     total = 0
     for name in _ENCODERS:
         library, kind = setting_of(cls, path, name) or ("", "")
@@ -52,7 +52,7 @@ def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
 
 
 class _Alive(TorchDispatchMode):
-    """Counts the bytes of every tensor that an operation makes, from then on until it is freed."""
+    """Tracks the bytes of every tensor that an operation creates, until the tensor is freed."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ class _Alive(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """The operation itself; its results are counted."""
+        """Run the operation and count the storages of its results."""
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):

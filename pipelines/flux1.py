@@ -1,4 +1,4 @@
-"""FLUX.1 as a flowalign policy: dev, with its distilled guidance, and schnell, without."""
+"""Wraps FLUX.1 as a flowalign policy: dev, with distilled guidance, and schnell, without."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -20,23 +20,26 @@ LORA = Lora(
     alpha=128,
     target_modules=(
         *Lora().target_modules,
-        "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
     ),
-)  # fmt: skip
-"""Source: Flow-GRPO's FLUX.1 script. Single-stream blocks get it on their attention only.
+)
+"""Default adapter, from Flow-GRPO's FLUX.1 script; single-stream blocks get it on attention only.
 
 A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
 """
 
 
 class Flux1(DiffusersPolicy):
-    """Text-to-image policy around a `FluxPipeline` folder or hub identifier.
+    """Wraps a `FluxPipeline` folder or hub identifier as a text-to-image policy.
 
-    `embedded_guidance` is an input of the network, which was distilled to imitate that much
-    guidance: one evaluation per velocity. A model without the input (schnell) takes None.
+    `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
+    scale: one evaluation per velocity. A model without the input (schnell) takes None.
 
-    States are latents of the autoencoder's shape, as the pipeline draws them from a seed; they
-    are packed into tokens of 2 x 2 only for the network.
+    States are latents of the autoencoder's shape, equal to what the pipeline draws from a seed;
+    they are packed into tokens of 2 x 2 only for the network.
     """
 
     pipeline_class = FluxPipeline
@@ -88,16 +91,18 @@ class Flux1(DiffusersPolicy):
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
         text, pooled, _ = self.pipe.encode_prompt(
-            list(prompts), None, device=self.denoiser.device,
+            list(prompts),
+            None,
+            device=self.denoiser.device,
             max_sequence_length=self.max_sequence_length,
-        )  # fmt: skip
+        )
         return {"text": text, "pooled": pooled}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         rows, columns = self.grid
         positions = [torch.arange(n, device=x.device) for n in (1, rows, columns)]
         guidance = self.embedded_guidance
-        time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded as the pipeline does
+        time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded like in the pipeline
         v = self.call_denoiser(
             pixel_unshuffle(x, 2).flatten(2).mT,
             timestep=time.expand(len(x)),

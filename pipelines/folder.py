@@ -1,4 +1,4 @@
-"""What a pipeline's folder says of its parts, before any weights are read."""
+"""Reads the configuration files of a pipeline folder, before any weights are read."""
 
 import json
 from collections.abc import Mapping
@@ -10,14 +10,19 @@ from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline
 
 
 def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[str, Any]:
-    """The configuration of a part of the pipeline. ValueError where there is no such pipeline."""
+    """Return the configuration of one part of the pipeline.
+
+    Raises:
+        ValueError: `path` is neither such a pipeline's folder nor a model on the hub.
+    """
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     file = Path(path) / part / name
     if file.is_file():
         return json.loads(file.read_text())
     if Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {part}/{name} is missing")
-    kind: Any = DDIMScheduler if part == "scheduler" else AutoencoderKL  # or any of its kind
+    # Any class with the same `config_name` reads the file.
+    kind: Any = DDIMScheduler if part == "scheduler" else AutoencoderKL
     try:
         return dict(kind.load_config(path, subfolder=part))
     except OSError as error:
@@ -28,7 +33,7 @@ def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[s
 
 
 def setting_of(pipeline: type[DiffusionPipeline], path: str, name: str) -> Any:
-    """A value of the pipeline's own configuration, None where it does not say."""
+    """Return a value of `model_index.json`, or None where it has no such key."""
     file = Path(path) / "model_index.json"
     if not file.is_file() and Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {file.name} is missing")
@@ -37,15 +42,15 @@ def setting_of(pipeline: type[DiffusionPipeline], path: str, name: str) -> Any:
 
 
 def scheduler_of(config: Mapping[str, Any]) -> Any:
-    """The scheduler that a configuration names."""
+    """Build the scheduler that a configuration names."""
     return getattr(diffusers, config["_class_name"]).from_config(config)
 
 
 def shifted(config: Mapping[str, Any], shift: float | None, path: str) -> Mapping[str, Any]:
-    """A scheduler's configuration with another shift, or itself where that is None.
+    """Return a scheduler's configuration with another shift; unchanged where `shift` is None.
 
-    ValueError where the schedule has no shift that one could set: it depends on the video, or there
-    is none.
+    Raises:
+        ValueError: the schedule has no shift to set, or computes it from the video's size.
     """
     if shift is None:
         return config
@@ -62,11 +67,11 @@ def shifted(config: Mapping[str, Any], shift: float | None, path: str) -> Mappin
 
 
 def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) -> int:
-    """Values kept for the backward pass: about 34 per token, layer and channel.
+    """Estimate how many values the backward pass keeps: about 34 per token, layer and channel.
 
-    Where they are recomputed, those of one layer at a time, the largest, and one per token, layer
-    and channel: what goes into each. A UNet has a quarter of the tokens on each level, and about as
-    many layers going up as down, with one more.
+    With recomputation (`recomputed`) only the largest layer keeps its 34, plus one input value per
+    token, layer and channel. A UNet has a quarter of the tokens on each level, and one more layer
+    on the way up than on the way down.
     """
     if "block_out_channels" in config:
         depth = 2 * config["layers_per_block"] + 1

@@ -1,4 +1,4 @@
-"""HunyuanVideo, text to video, as a flowalign policy."""
+"""Wraps HunyuanVideo (text to video) as a flowalign policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -16,15 +16,15 @@ from pipelines.weights import Lora
 
 
 class HunyuanVideo(VideoPolicy):
-    """Text-to-video policy around a `HunyuanVideoPipeline` folder or hub identifier.
+    """Wraps a `HunyuanVideoPipeline` folder or hub identifier as a text-to-video policy.
 
-    `embedded_guidance` is an input of the network, which was distilled to imitate that much
-    guidance; a model without the input takes None. `guidance` above 1 adds true guidance away from
-    the empty prompt, at two evaluations per velocity. Prompts are read within the pipeline's own
-    template.
+    `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
+    scale; a model without the input takes None. `guidance` above 1 adds true classifier-free
+    guidance away from the empty prompt, at two evaluations per velocity. Prompts are placed in the
+    pipeline's own template.
 
     The pipeline decodes windows of 5 latent frames and blends them where they overlap;
-    `memory.decode_frames` sets another number, of which windows hold one more.
+    `memory.decode_frames` sets another size, and windows hold one latent frame more than that.
     """
 
     pipeline_class = HunyuanVideoPipeline
@@ -86,9 +86,10 @@ class HunyuanVideo(VideoPolicy):
 
     def _read(self, prompts: Sequence[str]) -> dict[str, Tensor]:
         text, pooled, mask = self.pipe.encode_prompt(
-            list(prompts), device=self.denoiser.device,
+            list(prompts),
+            device=self.denoiser.device,
             max_sequence_length=self.max_sequence_length,
-        )  # fmt: skip
+        )
         return {"text": text, "pooled": pooled, "mask": mask}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -102,7 +103,7 @@ class HunyuanVideo(VideoPolicy):
 
     def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         guidance, dtype = self.embedded_guidance, DTYPES[self.precision]
-        if guidance is not None:  # it and the time are rounded as by the pipeline
+        if guidance is not None:  # rounded like in the pipeline, and so is the time
             guidance = 1000 * torch.full((len(x),), guidance, dtype=dtype, device=x.device)
         return self.call_denoiser(
             x,

@@ -1,4 +1,4 @@
-"""LTX-Video, text to video, as a flowalign policy."""
+"""Wraps LTX-Video (text to video) as a flowalign policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,27 +18,28 @@ from pipelines.video import Memory, Video, VideoPolicy
 from pipelines.weights import Lora
 
 LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""On self- and cross-attention of every block.
+"""Default adapter: on self- and cross-attention of every block.
 
 A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
 """
 
 DECODE_TIME, DECODE_NOISE = 0.05, 0.025
-"""What a decoder that finishes the denoising is told, and the share of noise that it is given.
+"""Timestep input and noise share for a decoder that performs the last denoising step itself.
 
 Source: diffusers' guide to LTX-Video, for 0.9.1 and later.
 """
 
 
 class LTX(VideoPolicy):
-    """Text-to-video policy around an `LTXPipeline` folder or hub identifier.
+    """Wraps an `LTXPipeline` folder or hub identifier as a text-to-video policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each; it is not
-    rescaled, as by the pipeline's default. The network is told how fast frames follow each other.
-    A decoder conditioned on a time (0.9.1 and later) adds noise: always the same for each sample.
+    rescaled, which is the pipeline's default. The frame rate is an input of the network. A decoder
+    conditioned on a timestep (0.9.1 and later) adds noise; each sample always gets the same noise.
 
-    `memory.decode_frames` bounds the latent frames decoded together, and one more; windows of them
-    are blended where they overlap. Without it the clip is decoded at once, as by the pipeline.
+    `memory.decode_frames` bounds the latent frames decoded together to that number plus one; these
+    windows are blended where they overlap. Without it the clip is decoded at once, like the
+    pipeline does.
     """
 
     pipeline_class = LTXPipeline
@@ -79,7 +80,7 @@ class LTX(VideoPolicy):
         return channels, *grid
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        if num_steps == 1:  # the pipeline stretches its steps to end at a given sigma: one cannot
+        if num_steps == 1:  # one step cannot be stretched to the fixed last sigma
             return torch.tensor([1.0, 0.0])
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(prod(self.grid), *(scheduler.config[name] for name in names))
@@ -91,9 +92,12 @@ class LTX(VideoPolicy):
         guided = self.guidance > 1
         with self.text_encoders():
             text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
-                list(prompts), None, guided, max_sequence_length=self.max_sequence_length,
+                list(prompts),
+                None,
+                guided,
+                max_sequence_length=self.max_sequence_length,
                 device=self.denoiser.device,
-            )  # fmt: skip
+            )
         cond = {"text": text, "mask": mask}
         return cond | {"text_neg": text_neg, "mask_neg": mask_neg} if guided else cond
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion that knows its users, for preferences that differ between people."""
+"""Wraps Stable Diffusion with user conditioning, for preferences that differ between people."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,18 @@ from pipelines.sd15 import SD15
 from pipelines.weights import existing, same_shapes
 
 FILE = "user_attention.safetensors"
-"""What `save_weights` writes: keys and values of the users' attention, by layer of the UNet."""
+"""File that `save_weights` writes: keys and values of the user attention, by layer of the UNet."""
 
 
 class PersonalSD15(Policy, Personal):
-    """`SD15` with attention to the user beside that to the prompt; nothing else is trained.
+    """Extends `SD15` with attention to the user beside the prompt; only this part is trained.
 
     Every cross-attention becomes Attn(Q, K, V) + strength Attn(Q, u W_k, u W_v), where u is the
-    embedding of a user and W_v starts at 0: the untrained policy is the base model. `users` is a
-    safetensors file of embeddings [tokens, dim] by user; "" and those whom it does not hold are no
-    one in particular, u = 0, for whom the base model answers whatever was learned. So does the
-    unconditional half of guidance. `strength` from 0 to 1 leads from the base model to the user's.
+    embedding of a user and W_v starts at 0, so the untrained policy is the base model. `users` is a
+    safetensors file of embeddings [tokens, dim] by user. The empty user "" and users that the file
+    lacks get u = 0, for which the policy equals the base model whatever was learned; so does the
+    unconditional half of guidance. `strength` from 0 to 1 interpolates from the base model to the
+    user's.
 
     Source: PPD, arXiv:2501.06655, known from secondary sources, where u is the hidden state of a
     vision-language model that sees four of a user's choices, and the model is Stable Cascade.
@@ -73,7 +74,7 @@ class PersonalSD15(Policy, Personal):
         return self.with_users(self._base().encode(prompts), [""] * len(prompts))
 
     def with_users(self, cond: Cond, users: Sequence[str]) -> Cond:
-        """The conditions, asked by these users, one per row; unknown ones are no one."""
+        """Add one user per row to the conditions; unknown users get the zero embedding."""
         found = [self.embeddings.get(user, self.nobody) for user in users]
         return {**cond, "user": torch.stack(found)}
 
@@ -122,23 +123,23 @@ class PersonalSD15(Policy, Personal):
         return float(difference.abs().max())
 
     def _base(self) -> SD15:
-        """The base with the network and the guidance of this policy, which may be a copy."""
+        """Return the base with this policy's network and guidance; self may itself be a copy."""
         base = copy.copy(self.base)
         base.denoiser, base.guidance = self.denoiser, self.guidance
         return base
 
 
 class _Users(nn.Module):
-    """Where a UNet expects a projection of image embeddings: users' are taken as they are."""
+    """Passes user embeddings through where a UNet expects an image-embedding projection."""
 
     def forward(self, image_embeds: Tensor) -> list[Tensor]:
         return [image_embeds]
 
 
 def attend_to_users(unet: Any, dim: int, strength: float) -> None:
-    """Give every cross-attention trained keys and values for users, the values 0.
+    """Add trainable keys and values for users to every cross-attention, with the values at 0.
 
-    The keys are the same for every load, whatever was drawn before.
+    The keys are drawn from a fixed seed, so every load gets the same ones.
     """
     processors, device = dict(unet.attn_processors), unet.device
     with torch.random.fork_rng(devices=[]):
@@ -155,7 +156,11 @@ def attend_to_users(unet: Any, dim: int, strength: float) -> None:
 
 
 def embeddings(file: str) -> dict[str, Tensor]:
-    """Embeddings by user, float32. ValueError unless all have one shape [tokens, dim]."""
+    """Read the embeddings by user, in float32.
+
+    Raises:
+        ValueError: they do not all have one shape [tokens, dim].
+    """
     found = {user: e.float() for user, e in load_file(existing(Path(file))).items()}
     shapes = {tuple(e.shape) for e in found.values()}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):

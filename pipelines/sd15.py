@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x and 2.x as a flowalign policy."""
+"""Wraps Stable Diffusion 1.x and 2.x as a flowalign policy."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from pipelines.weights import Lora
 
 
 class SD15(UNetPolicy):
-    """Text-to-image policy around a `StableDiffusionPipeline` folder or hub identifier.
+    """Wraps a `StableDiffusionPipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The safety
     checker is not loaded.

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5 of any size as a flowalign policy."""
+"""Wraps Stable Diffusion 3 and 3.5 of any size as a flowalign policy."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from pipelines.weights import Lora
 
 
 class SD3(DiffusersPolicy):
-    """Text-to-image policy around a `StableDiffusion3Pipeline` folder or hub identifier.
+    """Wraps a `StableDiffusion3Pipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each.
     """
@@ -61,9 +61,13 @@ class SD3(DiffusersPolicy):
     def encode(self, prompts: Sequence[str]) -> Cond:
         guided = self.guidance > 1
         text, text_neg, pooled, pooled_neg = self.pipe.encode_prompt(
-            list(prompts), None, None, do_classifier_free_guidance=guided,
-            max_sequence_length=self.max_sequence_length, device=self.denoiser.device,
-        )  # fmt: skip
+            list(prompts),
+            None,
+            None,
+            do_classifier_free_guidance=guided,
+            max_sequence_length=self.max_sequence_length,
+            device=self.denoiser.device,
+        )
         cond = {"text": text, "pooled": pooled}
         return cond | {"text_neg": text_neg, "pooled_neg": pooled_neg} if guided else cond
 

@@ -1,4 +1,4 @@
-"""Stable Diffusion XL as a flowalign policy."""
+"""Wraps Stable Diffusion XL as a flowalign policy."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,11 @@ from pipelines.weights import Lora
 
 
 class SDXL(UNetPolicy):
-    """Text-to-image policy around a `StableDiffusionXLPipeline` folder or hub identifier.
+    """Wraps a `StableDiffusionXLPipeline` folder or hub identifier as a text-to-image policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The network is
-    told that pictures were of the policy's size and not cropped; this is part of `cond`.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The size
+    conditioning says that the original image had the policy's size and was not cropped; it is part
+    of `cond`.
     """
 
     pipeline_class = StableDiffusionXLPipeline

@@ -1,4 +1,4 @@
-"""What Stable Diffusion pipelines around a UNet do alike: a diffusion model as a flow."""
+"""Wraps the UNet of Stable Diffusion pipelines as a policy in flow coordinates."""
 
 from collections.abc import Mapping
 from math import prod
@@ -20,7 +20,7 @@ from pipelines.base import DiffusersPolicy
 from pipelines.weights import Lora
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Source: diffusers' LoRA example of Diffusion-DPO, rank 8.
+"""Default adapter, rank 8. Source: diffusers' LoRA example of Diffusion-DPO.
 
 A run file that gives some fields of `lora` gets the others from `Lora`, whose `target_modules` are
 those of a transformer: give these, too.
@@ -28,24 +28,24 @@ those of a transformer: give these, too.
 
 
 class UNetPolicy(DiffusersPolicy):
-    """A policy around a variance-preserving model of discrete times, in flow coordinates.
+    """Wraps a variance-preserving, discrete-time diffusion model as a policy in flow coordinates.
 
-    States are flow states, see `functional.diffusion`: whether the network says the noise, v or the
-    data, its velocity is that of a flow, and a Euler step is the model's deterministic DDIM step.
-    Times run from the last one that the model knows, sigma_max < 1, to sigma = 0, evenly
-    ("trailing") whatever the scheduler's file says: a fixed first time is what lets `noise` draw
-    states of the right size without knowing the number of steps. Between the model's times the
-    network gets fractional ones; sigmas beyond its times get the nearest.
+    States are flow states, see `functional.diffusion`: whether the network predicts the noise, v or
+    the data, its velocity is that of a flow, and an Euler step is the model's deterministic DDIM
+    step. Times run from the last one that the model knows, sigma_max < 1, to sigma = 0, evenly
+    ("trailing") whatever the scheduler's file says: a fixed first time lets `noise` draw states of
+    the right scale without knowing the number of steps. Between the model's times the network gets
+    fractional ones; sigmas beyond its times get the nearest.
 
-    `cond` holds "text" and what the UNet calls its added conditions, and "_neg" of each that
-    differs without the prompt.
+    `cond` holds "text", the UNet's added conditions by their names, and a "_neg" entry for each of
+    them that differs without the prompt.
     """
 
     transformer_class = UNet2DConditionModel
     part = "unet"
     state = "sample"
     max_sequence_length = 77
-    """Of CLIP."""
+    """Prompt length of CLIP in tokens."""
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What all video pipelines do alike as policies: sizes, frames, memory, decoding and encoding."""
+"""Implements what all video policies share: sizes, frames, memory, decoding and encoding."""
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -19,57 +19,59 @@ from pipelines.folder import activations, config_of
 from pipelines.weights import Lora
 
 _ENCODERS = ("text_encoder", "image_encoder")
-"""How names of components begin that only `encode` needs."""
+"""Prefixes of the names of components that only `encode` needs."""
 _LARGE = 10**9
-"""Bytes from which on it is worth a second to find out what would take less."""
+"""Peak bytes of decoding above which `with_media` takes a second to find cheaper settings."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """What a policy makes: pixels, frames, and how fast they follow each other."""
+    """Describes the clips that a policy generates: resolution, length and frame rate."""
 
     height: int
     width: int
     num_frames: int
-    """Of the media; the VAE must be able to take it, mostly 4 or 8 times something and one more."""
+    """Frames per clip. The VAE must be able to take it, mostly 4 k + 1 or 8 k + 1."""
     fps: float
-    """Frames per second. Clips are embedded frame by frame as they come, so a reader must give them
-    at this rate."""
+    """Frames per second. Clips are embedded frame by frame without resampling, so a reader must
+    give them at this rate."""
     shift: float | None = None
-    """How far the schedule leans to much noise, more for larger videos: sigma becomes
-    shift sigma / (1 + (shift - 1) sigma). None: as the folder says."""
+    """Shift of the schedule towards high noise, larger for larger videos: sigma becomes shift sigma
+    / (1 + (shift - 1) sigma). None: the folder's own value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What is given for less memory; every knob costs time.
+    """Trades time for memory; every setting costs time.
 
-    Two change frames, and with them rewards: tiles are blended where they overlap, and so are the
-    windows of `decode_frames` with LTX-Video and HunyuanVideo. With Wan chunks are exact.
+    Two settings change frames, and with them rewards: tiles are blended where they overlap, and so
+    are the windows of `decode_frames` with LTX-Video and HunyuanVideo. With Wan the chunks are
+    exact.
     """
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: about a third more time."""
     tile: bool = False
-    """The VAE works on tiles of a frame, of diffusers' size for the family."""
+    """Run the VAE on tiles of a frame, of diffusers' tile size for the family."""
     slice: bool = False
-    """The VAE works on one sample at a time; media are gathered in main memory."""
+    """Run the VAE on one sample at a time; decoded media are collected in main memory."""
     decode_frames: int | None = None
-    """Latent frames that the decoder holds at a time, see the policy; None: as diffusers does."""
+    """Latent frames that the decoder holds at a time, see the policy; None: diffusers' own
+    behaviour."""
     offload_text: bool = False
-    """Encoders of prompts, and of their pictures, are on the device only while they encode."""
+    """Keep text encoders, and image encoders of prompts, on the device only while they encode."""
 
 
 class VideoPolicy(DiffusersPolicy):
-    """A policy around a pipeline of videos: latents [n, C, F', H', W'] between VAE and network.
+    """Wraps a video pipeline as a policy; latents are [n, C, F', H', W'] between VAE and network.
 
-    A family says what a latent is (`latent_unit`, `patch`, `statistics`) and, where its VAE can
-    decode some frames after the others, how (`pieces`). A clip that is longer than the policy's is
-    cut to its first frames; a shorter one is refused.
+    A family defines its latents (`latent_unit`, `patch`, `statistics`) and, where its VAE can
+    decode a clip in several pieces, how (`pieces`). A clip that is longer than the policy's is cut
+    to its first frames; a shorter one is refused.
     """
 
     joint_text: bool = False
-    """Whether the network attends over text and video together."""
+    """Whether the network attends over text and video tokens together."""
 
     def __init__(
         self, path: str, video: Video, lora: Lora | None, precision: Precision, memory: Memory
@@ -85,18 +87,18 @@ class VideoPolicy(DiffusersPolicy):
 
     @abstractmethod
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Channels of a latent, frames that one stands for (the first: one), and pixels a side."""
+        """Return channels, frames per latent frame (one for the first), and pixels per side."""
 
     @abstractmethod
     def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
-        """Latents that make a token: along frames, rows and columns."""
+        """Return how many latents make a token along frames, rows and columns."""
 
     @abstractmethod
     def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the VAE's own latents, 1 or C values: x is normalised."""
+        """Return mean and std of raw VAE latents, 1 or C values, by which x is normalised."""
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
-        """Decoded frames in [-1, 1] as the VAE gives them, in order, in one or more pieces."""
+        """Yield decoded frames in [-1, 1] as the VAE gives them, in order, in pieces."""
         yield self.pipe.vae.decode(z, return_dict=False)[0]
 
     def shape_of_latents(
@@ -125,22 +127,22 @@ class VideoPolicy(DiffusersPolicy):
         self.set_up(self.pipe.vae)
 
     def set_up(self, vae: Any) -> None:
-        """Tell a VAE how to work, the one that is loaded as well as that of the estimate."""
+        """Apply the memory settings to a VAE: the loaded one, or the one of the memory estimate."""
         if self.memory.tile:
             vae.enable_tiling()
         if self.memory.slice:
             vae.enable_slicing()
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
-        """Of size 1 whatever the first sigma, as the pipelines start."""
+        """Draw noise of unit variance whatever the first sigma, like video pipelines do."""
         x = torch.randn(num_samples, *self.latent_shape, generator=generator)
         return x.to(self.denoiser.device)
 
     @contextmanager
     def text_encoders(self) -> Iterator[None]:
-        """Encoders of prompts are on the device within; afterwards on the CPU if they belong there.
+        """Keep prompt encoders on the device inside this context; offloaded ones return to the CPU.
 
-        Every `encode` does its work within.
+        Every `encode` does its work within it.
         """
         parts = self.pipe.components.items()
         moved = [p for name, p in parts if p and name.startswith(self.offloaded)]
@@ -180,12 +182,12 @@ class VideoPolicy(DiffusersPolicy):
         return self.latents(2 * clips.transpose(1, 2) - 1)
 
     def latents(self, clips: Tensor) -> Tensor:
-        """Mode of the encoder for clips [n, 3, F, H, W] in [-1, 1], normalised."""
+        """Encode clips [n, 3, F, H, W] in [-1, 1] to normalised latents (the mode)."""
         mean, std = self.channelwise()
         return (self.pipe.vae.encode(clips, return_dict=False)[0].mode() - mean) / std
 
     def channelwise(self) -> tuple[Tensor, Tensor]:
-        """`statistics` in the shape of latents [n, C, F', H', W']."""
+        """Return `statistics` broadcastable to latents [n, C, F', H', W']."""
         mean, std = (
             value.to(self.pipe.vae.device, torch.float32).view(1, -1, 1, 1, 1)
             for value in self.statistics(self.pipe.vae)
@@ -194,7 +196,11 @@ class VideoPolicy(DiffusersPolicy):
 
 
 def allowed_frames(num_frames: int, unit: int, path: str) -> int:
-    """The number itself. ValueError with the nearest ones where it is not 1 + a multiple."""
+    """Return `num_frames` if the VAE can take it.
+
+    Raises:
+        ValueError: it is not 1 + a multiple of `unit`; the message names the nearest such numbers.
+    """
     if num_frames < 1 or (num_frames - 1) % unit:
         below = max(1, num_frames - (num_frames - 1) % unit)
         raise ValueError(
@@ -205,7 +211,7 @@ def allowed_frames(num_frames: int, unit: int, path: str) -> int:
 
 
 def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
-    """The plan with what decoding, VAE and encoders of prompts take, and what would take less.
+    """Add to a plan the memory of decoding, VAE and text encoders, and settings that save some.
 
     The VAE, in float32, is counted with the text encoders: it stays on the device.
     """
@@ -237,9 +243,10 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
 
 
 def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, ...]) -> int:
-    """Bytes at the peak of decoding one sample with these knobs, without the VAE's weights.
+    """Return the peak bytes of decoding one sample with these settings, without the VAE's weights.
 
-    Found by decoding tensors without values. Of tiles, one is decoded, and the video counts twice.
+    It decodes tensors of the meta device. With tiles, one tile is decoded and the video counts
+    twice.
     """
     probe = copy(policy)
     probe.memory, probe.pipe = memory, hollow(policy.pipeline_class, policy.path)
@@ -255,7 +262,7 @@ def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, .
 
 
 def _lighter(memory: Memory) -> dict[str, Memory]:
-    """Settings under which decoding may take less, by what a run file would say."""
+    """Return settings that may lower the decoding peak, keyed by what a run file would say."""
     if memory.tile:
         return {}
     found = {}

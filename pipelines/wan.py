@@ -1,4 +1,4 @@
-"""Wan 2.1 text-to-video, and Wan 2.2 with one network (5B), as a flowalign policy."""
+"""Wraps Wan 2.1 text-to-video, and the one-network Wan 2.2 (5B), as a flowalign policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,29 +17,31 @@ from pipelines.weights import Lora
 LORA = Lora(
     target_modules=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj"),
 )
-"""On self- and cross-attention; the last two are those of the picture in image-to-video.
+"""Default adapter: on self- and cross-attention.
+
+`add_k_proj` and `add_v_proj` are the keys and values of the image in image-to-video models.
 
 Source: Flow-GRPO's Wan 2.1 script, rank 32, alpha 64. A run file that gives some fields of `lora`
 gets the others from `Lora`, whose `target_modules` are those of another transformer.
 """
 VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
-"""What Wan 2.1 was released for."""
+"""Video format that Wan 2.1 was released for."""
 
 
 class Wan(VideoPolicy):
-    """Text-to-video policy around a `WanPipeline` folder or hub identifier with one network.
+    """Wraps a `WanPipeline` folder or hub identifier with one network as a text-to-video policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The network
-    is told the time as the pipeline's scheduler tells it: floor(1000 sigma) with UniPC, whose times
-    are integers (at a shift of 1 rounding may make one of them larger by 1), 1000 sigma with an
-    Euler scheduler. The schedule is the scheduler's own, shifted as its file or `video.shift` says;
-    UniPC starts just below 1. Steps along it are those of our kernels, not UniPC's, which look back
-    at earlier steps.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The timestep
+    input is that of the pipeline's scheduler: floor(1000 sigma) with UniPC, whose times are
+    integers (at a shift of 1 rounding may make one of them larger by 1), 1000 sigma with an Euler
+    scheduler. The schedule is the scheduler's own, shifted by the value in its file or by
+    `video.shift`; UniPC starts just below 1. Steps along it are those of flowalign's transition
+    kernels, not UniPC's, which look back at earlier steps.
 
-    `memory.decode_frames` latent frames go through the decoder together, after the first, which
-    goes alone; states of its convolutions are handed on, so that the frames are those of the whole.
-    Without it the decoder takes one at a time, too, but joins its frames anew after each: the peak
-    then is more than twice the video.
+    With `memory.decode_frames`, the first latent frame is decoded alone and then that many at a
+    time; convolution states are carried over, so the frames equal those of decoding at once.
+    Without it the decoder also takes one latent frame at a time, but re-concatenates its frames
+    after each: the peak then is more than twice the video.
     """
 
     pipeline_class: Any = WanPipeline
@@ -83,8 +85,8 @@ class Wan(VideoPolicy):
             )
         return super().shape_of_latents(transformer, vae)
 
-    def condition_channels(self, vae: Mapping[str, Any]) -> int:  # noqa: ARG002 (as above)
-        """Channels that the network gets beside those of the latents."""
+    def condition_channels(self, vae: Mapping[str, Any]) -> int:  # noqa: ARG002 (WanI2V uses it)
+        """Return the number of input channels that the network gets beside those of the latents."""
         return 0
 
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -119,9 +121,11 @@ class Wan(VideoPolicy):
         guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
-                list(prompts), do_classifier_free_guidance=guided, device=self.denoiser.device,
+                list(prompts),
+                do_classifier_free_guidance=guided,
+                device=self.denoiser.device,
                 max_sequence_length=self.max_sequence_length,
-            )  # fmt: skip
+            )
         return {"text": text, "text_neg": text_neg} if guided else {"text": text}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -133,15 +137,15 @@ class Wan(VideoPolicy):
         return v_neg + self.guidance_at(time) * (v - v_neg)
 
     def answer(self, x: Tensor, time: Tensor, cond: Cond, text: str) -> Tensor:
-        """What the network says of x with one of the prompts in `cond`."""
+        """Evaluate the network on x with the text entry `text` of `cond`."""
         return self.call_denoiser(x, timestep=time, encoder_hidden_states=cond[text])
 
     def guidance_at(self, time: Tensor) -> float | Tensor:  # noqa: ARG002 (Wan 2.2 uses it)
-        """How much guidance each row gets."""
+        """Return the guidance scale at these timesteps, one for all rows or one per row."""
         return self.guidance
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
-        """What the network is told: [n], or [n, tokens] where every token has its own time."""
+        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
         time = 1000 * sigma.expand(len(x))
         time = time.long() if self.whole_times else time
         if not self.time_per_token:

@@ -1,4 +1,4 @@
-"""Wan 2.2 with two networks (A14B): one for high noise, one for low, as a flowalign policy."""
+"""Wraps Wan 2.2 with two networks (A14B), for high and for low noise, as a flowalign policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,21 +19,21 @@ _PARTS = {"high": "transformer", "low": "transformer_2"}
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """How two networks share the work."""
+    """Divides the noise levels between the two networks."""
 
     guidance_2: float | None = None
-    """Guidance of the network for low noise; None: as the other's."""
+    """Guidance scale of the low-noise network; None: that of the high-noise network."""
     boundary_ratio: float | None = None
-    """The network for high noise answers at times of at least 1000 times this; None: as the folder
-    says."""
+    """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's own
+    value."""
     train: Literal["both", "high", "low"] = "both"
-    """Which of them is trained; the other stays frozen."""
+    """Which networks are trained; the others stay frozen."""
 
 
 class TwoNetworks(nn.Module):
-    """A denoiser that asks one network about high noise and another about low.
+    """Routes each row of a batch to the high-noise or the low-noise network by its timestep.
 
-    Rows of a batch may fall on both sides; each network sees its own.
+    A batch may contain rows of both sides; each network sees only its own.
     """
 
     def __init__(self, high: Any, low: Any, boundary: float):
@@ -42,32 +42,35 @@ class TwoNetworks(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where both are."""
+        """Return the device of both networks."""
         return self.high.device
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **rest: Any
     ) -> tuple[Tensor, ...]:
-        """The answer of the network in charge, row by row."""
+        """Evaluate each row with the network in charge of its timestep."""
         high = timestep >= self.boundary
         sides = [(self.high, high.nonzero().flatten()), (self.low, (~high).nonzero().flatten())]
         answers = [
             network(
-                hidden_states=hidden_states[rows], timestep=timestep[rows],
-                encoder_hidden_states=encoder_hidden_states[rows], **rest,
+                hidden_states=hidden_states[rows],
+                timestep=timestep[rows],
+                encoder_hidden_states=encoder_hidden_states[rows],
+                **rest,
             )[0]
             for network, rows in sides
             if len(rows)
-        ]  # fmt: skip
+        ]
         order = torch.cat([rows for _, rows in sides]).argsort()
         return (torch.cat(answers)[order],)
 
 
 class Wan22(Wan):
-    """Text-to-video policy around a `WanPipeline` folder with two networks (Wan 2.2 A14B).
+    """Wraps a `WanPipeline` folder with two networks (Wan 2.2 A14B) as a text-to-video policy.
 
-    Everything else is as for `Wan`, which also takes the 5B model of Wan 2.2: it has one network.
-    `guidance` is that of high noise; at 1 or less neither network is guided, as in the pipeline.
+    Everything else is the same as for `Wan`, which also takes the 5B model of Wan 2.2, because that
+    has one network. `guidance` is that of high noise; at 1 or less neither network is guided, like
+    in the pipeline.
 
     The adapter of the first network is saved as usual, that of the second in the folder
     `transformer_2`: pipe.load_lora_weights(folder + "/transformer_2", load_into_transformer_2=True)

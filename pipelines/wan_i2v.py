@@ -1,4 +1,4 @@
-"""Wan 2.1 image-to-video as a flowalign policy: every prompt comes with its first frame."""
+"""Wraps Wan 2.1 image-to-video as a flowalign policy: every prompt comes with its first frame."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ from pipelines.wan import LORA, VIDEO, Wan
 from pipelines.weights import Lora
 
 _TEXT = 512
-"""Tokens of a prompt beside those of a picture: a number in the code of diffusers' network."""
+"""Number of text tokens beside the image tokens, hard-coded in diffusers' network."""
 
 
 class WanI2V(Wan):
-    """Image-to-video policy around a `WanImageToVideoPipeline` folder or hub identifier.
+    """Wraps a `WanImageToVideoPipeline` folder or hub identifier as an image-to-video policy.
 
-    `images` is a JSONL file of objects with `prompt` and `image`, a path relative to the file:
-    prompts stay the only thing that the rest of a run knows, and each has one picture. A picture is
-    cut around its centre to the proportions of the video, then treated as in the pipeline.
+    `images` is a JSONL file of objects with `prompt` and `image`, a path relative to the file. The
+    rest of a run knows only prompts, so each prompt has exactly one image. An image is cropped
+    around its centre to the aspect ratio of the video, then treated like in the pipeline.
 
     `cond` holds, beside the text, "image": the first frame's mask and latents, which the network
-    sees with the state, and, for a network that takes them, "clip": features of the picture. Such a
-    network wants prompts of 512 tokens.
+    sees with the state, and, for a network that takes them, "clip": features of the image. Such a
+    network needs prompts of 512 tokens.
     """
 
     pipeline_class = WanImageToVideoPipeline
@@ -69,7 +69,11 @@ class WanI2V(Wan):
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:
-        """ValueError for a prompt that has no picture in `images`."""
+        """Encode prompts and their first frames, one row per prompt.
+
+        Raises:
+            ValueError: a prompt has no image in `images`.
+        """
         without = sorted({p for p in prompts if p not in self.pictures})
         if without:
             raise ValueError(
@@ -85,7 +89,7 @@ class WanI2V(Wan):
         return cond
 
     def _first_frame(self, frame: Image.Image) -> Tensor:
-        """Mask and latents of a clip of which only the first frame is known, the rest grey."""
+        """Return mask and latents of a clip whose first frame is `frame`, the rest grey."""
         device = self.denoiser.device
         pixels = self.pipe.video_processor.preprocess(frame, self.height, self.width).to(device)
         clip = torch.zeros(1, 3, self.video.num_frames, self.height, self.width, device=device)
@@ -120,7 +124,11 @@ class WanI2V(Wan):
 
 
 def pictures(file: str) -> dict[str, Path]:
-    """Files of pictures by prompt. ValueError for what is not one existing picture per prompt."""
+    """Read the image files by prompt.
+
+    Raises:
+        ValueError: the file does not give exactly one existing image per prompt.
+    """
     found: dict[str, Path] = {}
     for number, line in enumerate(_lines(file), 1):
         row = _row(line, f"{file}, line {number}")
@@ -157,7 +165,7 @@ def _row(line: str, where: str) -> Mapping[str, str]:
 
 
 def cropped(file: Path, proportion: float) -> Image.Image:
-    """The largest centre of a picture whose width is `proportion` times its height, in RGB."""
+    """Return the largest centre crop whose width is `proportion` times its height, in RGB."""
     with Image.open(file) as opened:
         picture = ImageOps.exif_transpose(opened).convert("RGB")
     width = min(picture.width, round(picture.height * proportion))

@@ -1,4 +1,4 @@
-"""What is trained of a denoiser, and how it is written so that diffusers loads it."""
+"""Prepares a denoiser for training, and saves its weights in the form that diffusers loads."""
 
 import json
 from collections.abc import Mapping
@@ -24,40 +24,47 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """A low-rank adapter on the denoiser."""
+    """Configures a low-rank adapter on the denoiser."""
 
     rank: int = 32
     alpha: int = 64
     target_modules: tuple[str, ...] = (
-        "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0",
-        "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out",
-    )  # fmt: skip
-    """Name endings of the linear layers that get one. Source: Flow-GRPO's SD3 configuration."""
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+    """Name suffixes of the linear layers that get an adapter. Source: Flow-GRPO's SD3
+    configuration."""
 
 
 def load_pipeline(
     cls: type[DiffusionPipeline], path: str, dtype: torch.dtype, **components: Any
 ) -> Any:
-    """A pipeline whose parts are all in one dtype, whatever dtype they were stored in.
+    """Load a pipeline with all parts in one dtype, whatever dtype they were stored in.
 
-    But for layers that a model wants in float32: of diffusers, as Wan its time embedding and norms,
-    or of transformers, as T5 its last projections where the others are in float16. `components`
-    that are given stay as they are.
+    Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
+    and norms, with transformers T5's last projections where the others are in float16. Given
+    `components` are left unchanged.
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    with torch.random.fork_rng(devices=[]):  # some models draw values before they read theirs
+    with torch.random.fork_rng(devices=[]):  # some models draw weights before reading theirs
         pipe = cls.from_pretrained(path, dtype=dtype, **components)
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
             if not _keeps_float32(part, dtype):
-                torch.nn.Module.to(part, dtype)  # diffusers' own `to` warns of what is done here
+                torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
     return pipe
 
 
 def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
-    """Whether some layers are to stay as `from_pretrained` has made them."""
+    """Return whether `from_pretrained` keeps some of this model's layers in float32."""
     if isinstance(part, PreTrainedModel):
         always, in_float16 = part._keep_in_fp32_modules_strict, part._keep_in_fp32_modules
         return bool(always or (dtype == torch.float16 and in_float16))
@@ -65,14 +72,16 @@ def _keeps_float32(part: torch.nn.Module, dtype: torch.dtype) -> bool:
 
 
 def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
-    """Leave exactly the trained parameters with gradients, in float32: adapter or everything."""
+    """Enable gradients, in float32, for the trained parameters only: the adapter or all."""
     if lora is None:
         denoiser.requires_grad_(True).float()
         return
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, init_lora_weights="gaussian",
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        init_lora_weights="gaussian",
         target_modules=list(lora.target_modules),
-    )  # fmt: skip
+    )
     with torch.random.fork_rng(devices=[]):  # every rank and every run starts from the same adapter
         torch.random.default_generator.manual_seed(0)
         denoiser.add_adapter(config)
@@ -84,7 +93,7 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
 def save_weights(
     cls: type[DiffusionPipeline], part: str, denoiser: ModelMixin, folder: str
 ) -> None:
-    """The adapter with its metadata (without it alpha / rank is lost), or the whole denoiser."""
+    """Save the adapter with its metadata (which holds alpha / rank), or the whole denoiser."""
     if not is_adapted(denoiser):
         denoiser.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
         return
@@ -97,7 +106,7 @@ def save_weights(
 
 
 def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
-    """Read what `save_weights` wrote; nothing may be missing, nothing unexpected."""
+    """Load what `save_weights` wrote; missing or unexpected tensors raise ValueError."""
     if is_adapted(denoiser):
         name, where = _adapter_place(part, folder)
         file = where / LORA_FILE
@@ -114,34 +123,34 @@ def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
 
 
 def load_adapter(pipe: Any, part: str, folder: str) -> None:
-    """Read a saved adapter as a user of plain diffusers does."""
+    """Load a saved adapter the way a user of plain diffusers does."""
     name, where = _adapter_place(part, folder)
     second = {} if name == part else {f"load_into_{part}": True}
     pipe.load_lora_weights(where, **second)
 
 
 def _adapter_place(part: str, folder: str) -> tuple[str, Path]:
-    """The name of a part in files of adapters, and where its file is.
+    """Return a part's name inside adapter files, and the folder that holds its file.
 
-    diffusers calls both networks of Wan 2.2 the same, so the second has a folder of its own.
+    diffusers gives both networks of Wan 2.2 the same name, so the second has a folder of its own.
     """
     name = part.removesuffix("_2")
     return name, Path(folder) if name == part else Path(folder) / part
 
 
 def is_adapted(denoiser: ModelMixin) -> bool:
-    """Whether a LoRA adapter has been added."""
+    """Return whether a LoRA adapter has been added."""
     return bool(denoiser._hf_peft_config_loaded)
 
 
 def adapter_metadata(denoiser: ModelMixin) -> dict[str, Any]:
-    """The adapter's configuration as JSON can hold it."""
+    """Return the adapter's configuration with JSON-compatible values."""
     metadata = denoiser.peft_config["default"].to_dict()
     return json.loads(json.dumps(metadata, default=sorted))
 
 
 def existing(file: Path) -> Path:
-    """The file itself. ValueError where there is none."""
+    """Return the file if it exists, otherwise raise ValueError."""
     if not file.is_file():
         raise ValueError(f"{file} does not exist: not a checkpoint of this kind of training")
     return file
@@ -160,7 +169,10 @@ def same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: P
 
 
 def _same_alpha(part: str, denoiser: ModelMixin, file: Path) -> None:
-    """Tensors of equal shape do not tell how strongly they act: alpha is in the metadata."""
+    """Raise ValueError where a saved adapter was trained with another alpha.
+
+    Tensors of equal shape do not tell how strongly they act; alpha is only in the metadata.
+    """
     with safe_open(file, "pt") as opened:
         saved = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
     alpha = denoiser.peft_config["default"].lora_alpha

@@ -1,1 +1,1 @@
-"""Reward models, one file each. Import the one you need: nothing is loaded from here."""
+"""Contains the reward models, one file each; import the one you need, nothing is loaded here."""

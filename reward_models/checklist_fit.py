@@ -1,7 +1,7 @@
-"""Fits the weights of a checklist to pairs that people compared, so that yes never costs anything.
+"""Fits nonnegative checklist weights to human comparisons of pairs, so that a yes never costs.
 
-The probability that the first of two is preferred is sigmoid(w . (a - b) / 2), a and b being what
-the items are worth (1, -1, or 0 where one does not apply) and w >= 0. An unconstrained fit gives
+The probability that the first of two is preferred is sigmoid(w . (a - b) / 2), a and b being the
+values of the items (1, -1, or 0 where one does not apply) and w >= 0. An unconstrained fit gives
 some questions negative weights by chance; dropping those one by one is not needed with a bound.
 """
 
@@ -18,15 +18,17 @@ from reward_models.checklist import Sheet
 
 @dataclass(frozen=True)
 class Fit:
-    """What a fit gave, and how well it orders pairs that it has not seen."""
+    """Reports the result of a fit, and how well it orders pairs that it has not seen."""
 
     sheet: Sheet
-    """The same list with the fitted weights; items without one, and unused conditions, left out."""
+    """The same list with the fitted weights; items of weight 0 and unused conditions are left
+    out."""
     weights: Float[Tensor, "features"]
-    """As fitted: zeros included, alignment first where the sheet weighs one."""
+    """Weights of all features, zeros included; alignment comes first where the sheet weighs one."""
     train_accuracy: float
     held_out_accuracy: float
-    """Share of the decided pairs, those without a tie, in which the better one scores higher."""
+    """Share of the decided pairs (those without a tie) in which the preferred sample scores
+    higher."""
     num_train: int
     num_held_out: int
 
@@ -37,10 +39,10 @@ def fit_weights(
     preferred: Float[Tensor, "n"],
     ridge: float = 0.0,
 ) -> Float[Tensor, "features"]:
-    """Nonnegative weights of least logistic loss, plus ridge / 2 times their squared norm.
+    """Return the nonnegative weights of least logistic loss + ridge / 2 times their squared norm.
 
     `preferred` is the probability or share of votes that the first is better; 0.5 is a tie. A
-    feature that orders all pairs rightly needs some ridge, else its weight has no end.
+    feature that orders all pairs rightly needs some ridge, else its weight grows without bound.
 
     Raises:
         ValueError: for values that are not finite or not probabilities, or a fit that fails.
@@ -53,7 +55,7 @@ def fit_weights(
         ) from error
     x, y = (first - second).double() / 2, preferred.double()
     if not x.isfinite().all() or not ((y >= 0) & (y <= 1)).all() or ridge < 0:
-        raise ValueError("features must be finite, preferences and ridge in [0, 1] and from 0 on")
+        raise ValueError("features must be finite, preferences in [0, 1], and ridge at least 0")
 
     def loss_and_gradient(w: np.ndarray) -> tuple[float, list[float]]:
         weights = torch.as_tensor(w, dtype=torch.float64)
@@ -63,9 +65,13 @@ def fit_weights(
         return float(loss), gradient.tolist()
 
     found = minimize(
-        loss_and_gradient, [0.0] * x.shape[1], jac=True, method="L-BFGS-B",
-        bounds=[(0.0, None)] * x.shape[1], options={"ftol": 1e-13, "gtol": 1e-9, "maxiter": 5000},
-    )  # fmt: skip
+        loss_and_gradient,
+        [0.0] * x.shape[1],
+        jac=True,
+        method="L-BFGS-B",
+        bounds=[(0.0, None)] * x.shape[1],
+        options={"ftol": 1e-13, "gtol": 1e-9, "maxiter": 5000},
+    )
     if not found.success:
         raise ValueError(f"the weights do not settle ({found.message}); try a ridge above 0")
     return torch.as_tensor(found.x)
@@ -77,7 +83,10 @@ def pair_accuracy(
     second: Float[Tensor, "n features"],
     preferred: Float[Tensor, "n"],
 ) -> float:
-    """Share of the decided pairs ordered as preferred; equal scores count half, NaN if none is."""
+    """Return the share of decided pairs ordered as preferred; NaN if no pair is decided.
+
+    Pairs with equal scores count half.
+    """
     margin = (first - second).double() @ weights.double()
     decided = preferred != 0.5
     right = ((margin > 0) == (preferred > 0.5)).double().masked_fill(margin == 0, 0.5)
@@ -93,9 +102,9 @@ def fit_sheet(
     ridge: float = 0.0,
     seed: int = 0,
 ) -> Fit:
-    """Weights of the sheet from `checklist.features` of both media of every pair.
+    """Fit the weights of a sheet to `checklist.features` of both media of every pair.
 
-    A sheet that weighs an alignment reward has its score as the first feature.
+    For a sheet that weighs an alignment reward, the first feature is that reward's score.
     """
     expected = len(sheet.items) + bool(sheet.alignment)
     if first.shape[1] != expected or not 0 < held_out < 1:

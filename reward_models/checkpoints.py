@@ -1,4 +1,4 @@
-"""Reading weights that others published: safely, and with an account of every single key."""
+"""Reads published weights safely, and accounts for every single key."""
 
 import hashlib
 import json
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from pickle import UnpicklingError  # only its name: nothing here reads pickles
+from pickle import UnpicklingError  # for an except clause: pickles are never read
 from typing import Any
 
 import torch
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from flowalign.utils.files import bundled
 
 Renames = Sequence[tuple[str, str]]
-"""Regular expressions and what replaces them, applied to every key in this order."""
+"""Regular expressions and their replacements, applied to every key in this order."""
 
 
 def find_file(source: str, name: str | None = None) -> Path:
-    """A local file, a file `name` in a local folder, or that of a hub repository.
+    """Return a local file, the file `name` in a local folder, or the one in a hub repository.
 
     Raises:
-        ValueError: naming `source`, where it is neither.
+        ValueError: naming `source`, where it is none of these.
     """
     path = Path(bundled(source))
     if path.is_file():
@@ -45,9 +45,12 @@ def find_file(source: str, name: str | None = None) -> Path:
 
 
 def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
-    """A local folder, or a local copy of a hub repository. ValueError where there is neither.
+    """Return a local folder, or a local copy of a hub repository.
 
-    Of a repository, `only` files of these patterns (`*.json`) are fetched.
+    From a repository only files that match the patterns `only`, such as `*.json`, are fetched.
+
+    Raises:
+        ValueError: `source` is neither.
     """
     path = Path(bundled(source))
     if path.is_dir():
@@ -61,7 +64,7 @@ def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file, of its sharded index, or of a torch file without pickle.
+    """Read all tensors of a safetensors file, a sharded index, or a torch file without pickle.
 
     Raises:
         ValueError: for what is truncated, is no checkpoint, or holds anything but tensors.
@@ -84,11 +87,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_folder(source: str) -> dict[str, Tensor]:
-    """All tensors of a model that transformers saved, in a local folder or a hub repository."""
+    """Read all tensors of a transformers model from a local folder or a hub repository."""
     names = (
-        "model.safetensors", "model.safetensors.index.json",
-        "pytorch_model.bin", "pytorch_model.bin.index.json",
-    )  # fmt: skip
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "pytorch_model.bin",
+        "pytorch_model.bin.index.json",
+    )
     folder = find_folder(source, ("model*.safetensors", "model.safetensors.index.json"))
     if not Path(bundled(source)).is_dir() and not any((folder / name).exists() for name in names):
         folder = find_folder(source, ("pytorch_model*",))
@@ -99,7 +104,7 @@ def read_folder(source: str) -> dict[str, Tensor]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. ValueError naming the file where it holds none."""
+    """Read the object in a JSON file; raise ValueError naming the file where it holds none."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -110,13 +115,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def floats(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors with every 16-bit number as float32."""
+    """Convert 16-bit floating-point tensors to float32 and leave the others unchanged."""
     half = (torch.float16, torch.bfloat16)
     return {key: value.float() if value.dtype in half else value for key, value in tensors.items()}
 
 
 def without_memory() -> AbstractContextManager[None]:
-    """Modules built in this context have parameters without memory, for `load_exactly` to bring.
+    """Give modules built in this context parameters without memory, for `load_exactly` to fill.
 
     Their buffers are real: many hold what no checkpoint brings, such as positions and masks.
     """
@@ -124,9 +129,9 @@ def without_memory() -> AbstractContextManager[None]:
 
 
 def signature(source: str | None) -> str:
-    """What tells weights apart: a hash of local content, or the name of a hub repository.
+    """Return what identifies weights: a hash of local content, or the name of a hub repository.
 
-    Of a large file, 64 pieces of 64 KiB spread over it are read.
+    From a large file, 64 pieces of 64 KiB spread over it are read.
     """
     path = Path(bundled(source or ""))
     if not source or not path.exists():
@@ -144,7 +149,7 @@ def signature(source: str | None) -> str:
 
 
 def renamed(tensors: Mapping[str, Tensor], renames: Renames) -> dict[str, Tensor]:
-    """The same tensors under the names that a module gives them. Two may not become one."""
+    """Return the tensors under the names that a module uses; two keys may not become one."""
     result: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         for pattern, replacement in renames:
@@ -162,7 +167,7 @@ def load_exactly(
     unused: Sequence[str] = (),
     absent: Sequence[str] = (),
 ) -> None:
-    """Load weights so that every key is accounted for: nothing missing, unexpected or misshapen.
+    """Load weights so that every key is accounted for: none missing, unexpected or misshapen.
 
     `unused` and `absent` are regular expressions of keys that a checkpoint may carry without use,
     and of parameters that it does not bring. A module built without memory (its parameters are on

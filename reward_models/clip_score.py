@@ -1,4 +1,4 @@
-"""CLIPScore: cosine similarity of picture and prompt under a CLIP model.
+"""Implements CLIPScore: cosine similarity of image and prompt under a CLIP model.
 
 Source: Hessel et al. 2021, arXiv:2104.08718v3, Eq. (1), without its factor 2.5 and its clip at 0.
 """
@@ -13,9 +13,9 @@ from reward_models.network import NetworkReward
 
 
 class CLIPScore(NetworkReward):
-    """One dimension in [-1, 1]; a video scores the mean over its frames.
+    """Scores the cosine similarity in [-1, 1]; a video scores the mean over its frames.
 
-    `model` is an architecture of open_clip, or a JSON file of sizes as open_clip writes it, and
+    `model` is an architecture of open_clip, or a JSON file of sizes in open_clip's format, and
     `pretrained` one of its tags, or a checkpoint file. Without `pretrained`, `model` is a Hugging
     Face folder or hub repository of a CLIP or SigLIP model.
     """
@@ -44,11 +44,11 @@ class CLIPScore(NetworkReward):
         self.model, self.pretrained = model, pretrained
 
     def read(self) -> Towers:
-        """Both towers."""
+        """Read both towers."""
         if self.pretrained is None:
             return read_hugging_face(self.model)
         return read_open_clip(self.model, self.pretrained)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """cos(image, text), the mean over frames."""
+        """Compute cos(image, text), averaged over frames."""
         return cosines(self.network, batch, self.batch_size)[:, None]

@@ -1,4 +1,4 @@
-"""Pairs of a picture tower and a text tower (CLIP), as Hugging Face or open_clip store them."""
+"""Reads CLIP models, an image tower and a text tower, in Hugging Face's or open_clip's format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -35,25 +35,26 @@ from reward_models.pixels import (
 )
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model")
-"""Files of a repository that are not weights."""
+"""Patterns of the files in a repository that are not weights."""
 UNUSED = (r".*position_ids",)
 """Keys of older checkpoints that hold no weights: the numbers 0, 1, 2, ..."""
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a tower wants its pictures, from RGB in [0, 1]."""
+    """Describes how a tower preprocesses images, from RGB in [0, 1]."""
 
     size: int
     resize: Literal["shortest", "longest", "squash"] = "shortest"
-    """Shortest side and centre crop; longest side and black borders; or both sides."""
+    """Resize the shortest side and crop the centre, the longest and pad with black, or both
+    sides."""
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
     floors: bool = False
-    """Crop as transformers does where the margin is odd, see `shortest_side`."""
+    """Round an odd crop margin the way transformers does, see `shortest_side`."""
 
     def __call__(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 size size"]:
-        """The pictures resized, as PIL does it except for `longest`, and normalised."""
+        """Resize images, in PIL's arithmetic except for `longest`, and normalise them."""
         if self.resize == "longest":
             frames = longest_side(frames, self.size)
         elif self.resize == "shortest":
@@ -64,7 +65,7 @@ class Preprocessing:
 
 
 class Towers(nn.Module, ABC):
-    """Embeds pictures and prompts in one space."""
+    """Embeds images and prompts in one space."""
 
     def __init__(self, model: Any, tokenizer: Any, preprocessing: Preprocessing):
         super().__init__()
@@ -73,20 +74,20 @@ class Towers(nn.Module, ABC):
 
     @abstractmethod
     def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
-        """Embeddings of preprocessed pictures, not normalised."""
+        """Embed preprocessed images, without normalisation."""
 
     @abstractmethod
     def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
-        """Embeddings of prompts, not normalised."""
+        """Embed prompts, without normalisation."""
 
     def images(self, frames: Float[Tensor, "n 3 h w"], at_once: int) -> Float[Tensor, "n d"]:
-        """Embeddings of length 1 of frames in [0, 1], computed `at_once` at a time."""
+        """Embed frames in [0, 1] to length 1, `at_once` frames at a time."""
         frames = frames.to(self.scale.device, torch.float32)
         parts = [self.encode_pixels(self.preprocessing(part)) for part in frames.split(at_once)]
         return F.normalize(torch.cat(parts), dim=-1)
 
     def texts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
-        """Embeddings of length 1, each distinct prompt computed once and without a gradient."""
+        """Embed prompts to length 1; each distinct prompt is computed once, without a gradient."""
         distinct = list(dict.fromkeys(prompts))
         with torch.no_grad():
             embedded = F.normalize(self.encode_prompts(distinct), dim=-1)
@@ -94,52 +95,56 @@ class Towers(nn.Module, ABC):
 
     @property
     def scale(self) -> Float[Tensor, ""]:
-        """exp(logit_scale): the factor with which the pair was trained."""
+        """Return exp(logit_scale), the factor that the towers were trained with."""
         return self.model.logit_scale.exp().squeeze()
 
 
 class HuggingFaceTowers(Towers):
-    """A `CLIPModel` or `SiglipModel` with its tokenizer."""
+    """Wraps a `CLIPModel` or `SiglipModel` with its tokenizer."""
 
     def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
-        """The projected picture embedding (SigLIP: the attention-pooled one)."""
+        """Return the projected image embedding (SigLIP: the attention-pooled one)."""
         return self.model.get_image_features(pixel_values=pixels).pooler_output
 
     def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
-        """The projected text embedding; longer prompts are cut.
+        """Return the projected text embedding; prompts that are too long are truncated.
 
-        No mask of the padding: CLIP's text is causal and SigLIP was trained without one.
+        Padding is not masked: CLIP's text attention is causal and SigLIP was trained without a
+        mask.
         """
         length = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=length,
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=length,
             return_tensors="pt",
-        )  # fmt: skip
+        )
         ids = tokens["input_ids"].to(self.scale.device)
         return self.model.get_text_features(input_ids=ids).pooler_output
 
 
 class OpenClipTowers(Towers):
-    """An open_clip model with its tokenizer."""
+    """Wraps an open_clip model with its tokenizer."""
 
     def encode_pixels(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n d"]:
-        """The projected picture embedding."""
+        """Return the projected image embedding."""
         return self.model.encode_image(pixels)
 
     def encode_prompts(self, prompts: Sequence[str]) -> Float[Tensor, "n d"]:
-        """The projected text embedding; longer prompts are cut."""
+        """Return the projected text embedding; prompts that are too long are truncated."""
         return self.model.encode_text(self.tokenizer(list(prompts)).to(self.scale.device))
 
 
 def cosines(towers: Towers, batch: MediaBatch, at_once: int) -> Float[Tensor, "n"]:
-    """Cosine similarity of every sample with its prompt, the mean over its frames."""
+    """Compute the cosine similarity of every sample with its prompt, averaged over its frames."""
     images = towers.images(batch.media.flatten(0, 1), at_once)
     images = images.unflatten(0, batch.media.shape[:2])
     return (images * towers.texts(batch.prompts)[:, None]).sum(-1).mean(1)
 
 
 def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceTowers:
-    """The CLIP or SigLIP model of a local folder or hub repository.
+    """Read the CLIP or SigLIP model of a local folder or hub repository.
 
     Tokenizer and preprocessing come from `processor`, another folder or repository, where given.
     """
@@ -161,7 +166,7 @@ def read_hugging_face(source: str, processor: str | None = None) -> HuggingFaceT
 
 
 def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
-    """An open_clip model by architecture, or JSON file of sizes, and weights.
+    """Read an open_clip model, given its architecture or a JSON file of sizes, and its weights.
 
     `pretrained` is a checkpoint file or, for an architecture of open_clip, one of its tags.
     """
@@ -173,7 +178,9 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
     make = open_clip.CustomTextCLIP if sizes.pop("custom_text", False) else open_clip.CLIP
     text = sizes["text_cfg"]
     if "hf_model_name" in text or "timm_model_name" in sizes["vision_cfg"]:
-        raise ValueError(f"{model}: local files of open_clip's own towers only, not of hf or timm")
+        raise ValueError(
+            f"{model}: local files must be of open_clip's own towers, not of hf or timm"
+        )
     with without_memory():
         network = make(**sizes)
     load_exactly(network, floats(read_tensors(weights)), weights)
@@ -183,9 +190,10 @@ def read_open_clip(model: str, pretrained: str) -> OpenClipTowers:
 
 
 def _published(model: str, tag: str) -> OpenClipTowers:
-    """Weights that open_clip fetches, and itself loads strictly.
+    """Load weights that open_clip downloads and itself loads strictly.
 
-    It only warns where the weights were trained with another activation than the architecture's.
+    open_clip only warns where the weights were trained with another activation than the
+    architecture's; here the activation is set to that of the weights.
     """
     quick = open_clip.get_pretrained_cfg(model, tag).get("quick_gelu", False)
     try:
@@ -217,7 +225,7 @@ def _open_clip_preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 
 
 def _preprocessing(path: Path) -> Preprocessing:
-    """What a `preprocessor_config.json` describes."""
+    """Read the preprocessing that a `preprocessor_config.json` describes."""
     config = read_json(path)
     size, crops = config.get("size"), config.get("do_center_crop", False)
     squash = isinstance(size, dict) and "height" in size

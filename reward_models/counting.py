@@ -1,4 +1,4 @@
-"""Counting: are there as many objects as asked?"""
+"""Implements counting: whether an image contains as many objects as asked for."""
 
 from statistics import fmean
 
@@ -9,11 +9,14 @@ from reward_models.rule import RuleReward, Unscorable, Verdict, known
 
 
 class Counting(RuleReward, Loadable):
-    """count: 1 - |found - asked| / asked, at least 0, averaged over the classes asked for.
+    """Scores object counts: `count` by the relative error, `exact` by whether all counts are right.
+
+    count: 1 - |found - asked| / asked, at least 0, averaged over the classes asked for.
     exact: 1 where every number is right.
 
-    What to count is the metadata's `include`, a list of {class, count} as in GenEval; other keys of
-    a clause do not matter here. Only detections surer than `threshold` count.
+    The classes to count are listed in the metadata's `include`, a list of {class, count} with
+    GenEval's schema; other keys of a clause do not matter here. Only detections with a score above
+    `threshold` count.
     """
 
     def __init__(self, detector: Detector, threshold: float = 0.9, max_objects: int = 100):
@@ -29,11 +32,11 @@ class Counting(RuleReward, Loadable):
         )
 
     def load(self) -> None:
-        """Get the detector ready."""
+        """Load the detector."""
         self.detector.load()
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Detect and count."""
+        """Detect the objects and compare their numbers."""
         self.load()
         asked = clauses(known(sample), "include")
         if not asked:

@@ -1,4 +1,4 @@
-"""What sees objects in pictures: the interface of detectors, one real and one of the toy world."""
+"""Defines the interface of object detectors, a real detector and one for the shapes world."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -16,36 +16,36 @@ from reward_models.shapes import COLOURS, SHAPES, find_objects
 
 @dataclass(frozen=True)
 class Detection:
-    """One object in a picture."""
+    """Describes one detected object in an image."""
 
     label: str
     score: float
-    """How sure the detector is, in [0, 1]."""
+    """Confidence of the detector, in [0, 1]."""
     box: tuple[float, float, float, float]
     """Left, top, right, bottom in pixels."""
     colour: str | None = None
-    """Its main colour, where the detector names one."""
+    """Main colour of the object, where the detector names one."""
 
 
 class Detector(Loadable):
-    """Finds objects of the classes it knows."""
+    """Detects objects of the classes it knows."""
 
     version: str
-    """What decides its findings: weights and settings."""
+    """Identifies the weights and settings that determine its detections."""
     names_colours: bool
     """Whether its detections have a colour."""
 
     @abstractmethod
     def classes(self) -> frozenset[str]:
-        """The labels that it can give. Called after `load`."""
+        """Return the labels that it can give; called after `load`."""
 
     @abstractmethod
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
-        """The objects in a picture in [0, 1], in any order, unsure ones among them."""
+        """Return the objects in an image in [0, 1], in any order, unsure ones included."""
 
 
 class ShapesDetector(Detector):
-    """The regions of a picture of the shapes world.
+    """Detects the regions of an image of the shapes world.
 
     The score is how flat and well formed a region is; one that is drawn well has 0.75 and more, so
     a threshold of 0.9 is too much here.
@@ -55,14 +55,14 @@ class ShapesDetector(Detector):
     names_colours = True
 
     def load(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there are no weights."""
 
     def classes(self) -> frozenset[str]:
-        """Circles, squares and triangles."""
+        """Return circle, square and triangle."""
         return frozenset(SHAPES)
 
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
-        """See `Detector`."""
+        """Segment the image and return its regions with their colours."""
         objects = find_objects(picture[None].float().cpu())
         centre, half = objects.centre[0], objects.half[0]
         boxes = torch.cat([centre - half, centre + half], 1) + 0.5  # edges, not pixel centres
@@ -79,10 +79,10 @@ class ShapesDetector(Detector):
 
 
 class TransformersDetector(Detector):
-    """Any detector of `AutoModelForObjectDetection`: a folder or a repository. Names no colours.
+    """Detects with any `AutoModelForObjectDetection`, a folder or repository; names no colours.
 
     GenEval itself detects with an mmdet Mask2Former; other detectors give other absolute figures.
-    Findings below `least` are not returned.
+    Detections with a score below `least` are not returned.
     """
 
     names_colours = False
@@ -95,7 +95,7 @@ class TransformersDetector(Detector):
         self._network: Any = None
 
     def load(self) -> None:
-        """Read the weights, once. ValueError where they do not fit."""
+        """Read the weights, once; raise ValueError where they do not fit."""
         if self._network is not None:
             return
         folder = find_folder(self.model)
@@ -109,12 +109,12 @@ class TransformersDetector(Detector):
         self._processor = AutoImageProcessor.from_pretrained(folder)
 
     def classes(self) -> frozenset[str]:
-        """The labels of its configuration."""
+        """Return the labels of the model's configuration."""
         return frozenset(self._network.config.id2label.values())
 
     @torch.no_grad()
     def detect(self, picture: Float[Tensor, "3 h w"]) -> list[Detection]:
-        """See `Detector`."""
+        """Run the network; boxes are in pixels of the given image."""
         self.load()
         inputs = self._processor(picture.float().cpu(), do_rescale=False, return_tensors="pt")
         output = self._network(**inputs.to(self.device))

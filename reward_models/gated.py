@@ -1,4 +1,4 @@
-"""A reward that counts only for samples which another reward lets through."""
+"""Implements a reward that counts only for samples that pass a threshold of another reward."""
 
 from math import isfinite
 
@@ -8,11 +8,11 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 
 
 class Gated(RewardModel, Loadable):
-    """The dimensions of `gate`, then those of `reward` where the gate's `dim` is at least `floor`.
+    """Scores the dimensions of `gate`, and those of `reward` where the gate's `dim` >= `floor`.
 
-    A sample below the floor gets `below` in every dimension of `reward` (null: the lowest that its
-    scale knows), and `reward` is not asked about it. With `DynamicDegree` as the gate, a still
-    video gains nothing by being smooth, consistent and free of flicker.
+    A sample below the floor gets `below` in every dimension of `reward` (null: the lower end of its
+    scale), and `reward` does not score it. With `DynamicDegree` as the gate, a still video gains
+    nothing by being smooth, consistent and free of flicker.
     """
 
     def __init__(
@@ -38,13 +38,13 @@ class Gated(RewardModel, Loadable):
         self.spec = _spec(reward.spec, gate.spec, lowest, f"{dim} >= {floor:g}")
 
     def load(self) -> None:
-        """Get both ready."""
+        """Load both reward models."""
         for model in (self.gate, self.reward):
             if isinstance(model, Loadable):
                 model.load()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Ask the gate about every sample, and the reward about those above the floor."""
+        """Score every sample with the gate, and those at or above the floor with the reward."""
         failed = self.spec.screen(batch)
         asked = [i for i in range(len(batch)) if i not in failed]
         gate, reward = (
@@ -74,9 +74,10 @@ def _spec(reward: RewardSpec, gate: RewardSpec, below: float, rule: str) -> Rewa
             min(gate.scale[0], reward.scale[0], below),
             max(gate.scale[1], reward.scale[1], below),
         ),
-        licence=reward.licence if reward.licence == gate.licence
+        licence=reward.licence
+        if reward.licence == gate.licence
         else f"{reward.licence}; {gate.licence}",
         needs=tuple(sorted({*reward.needs, *gate.needs})),
         normalisation=reward.normalisation,
         version=f"{reward.fingerprint()} where {rule} of {gate.fingerprint()}, else {below:g}",
-    )  # fmt: skip
+    )

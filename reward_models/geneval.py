@@ -1,6 +1,6 @@
-"""GenEval: are the asked objects there, in the asked number, colour and place?
+"""Implements GenEval: whether the asked objects are there, in number, colour and position.
 
-Rules on detections; the detector is another object. Metadata has GenEval's schema: `tag`,
+Rules apply to detections; the detector is a separate object. Metadata has GenEval's schema: `tag`,
 `include`: a list of {class, count, color?, position?: [relation, index of an earlier clause]}, and
 `exclude`: a list of {class, count}.
 
@@ -18,28 +18,31 @@ from reward_models.detection import Detection, Detector
 from reward_models.rule import RuleReward, Unscorable, Verdict, known
 
 Found = Mapping[str, Sequence[Detection]]
-"""The detections of every class, the surest first."""
+"""Detections by class, highest score first."""
 
 RELATIONS = ("left of", "right of", "above", "below")
 _SLACK = 0.1
-"""Share of both objects' sizes by which an offset must exceed zero before it counts."""
+"""Share of both objects' sizes that an offset must exceed before it counts as a relation."""
 
 
 @dataclass(frozen=True)
 class Clause:
-    """One thing that a prompt asks for, or forbids."""
+    """Describes one thing that a prompt asks for, or forbids."""
 
     label: str
     count: int
     colour: str | None = None
     relation: str | None = None
     other: int = 0
-    """Index of the clause that the relation is to."""
+    """Index of the earlier clause that the relation refers to."""
 
 
 class GenEval(RuleReward, Loadable):
-    """strict: exactly what was asked for; correct: GenEval's own rule, which allows surplus objects
-    of an asked class; dense: the mean over all that is checked, 1 where strict.
+    """Scores a prompt's objects as `strict` (exact match), `correct` (GenEval's rule) and `dense`.
+
+    strict: 1 where the image shows exactly what was asked for.
+    correct: GenEval's own rule, which allows surplus objects of an asked class.
+    dense: the mean over all that is checked, 1 where strict.
 
     GenEval's task score is the mean of `correct` per tag, averaged over its six tags. A sample that
     asks for a class that the detector does not know, or for a colour where it names none, is
@@ -66,11 +69,11 @@ class GenEval(RuleReward, Loadable):
         )
 
     def load(self) -> None:
-        """Get the detector ready."""
+        """Load the detector."""
         self.detector.load()
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Detect and compare; the extras count what was found."""
+        """Detect the objects and compare them with the clauses; the extras count the detections."""
         self.load()
         metadata = known(sample)
         include, exclude = (clauses(metadata, key) for key in ("include", "exclude"))
@@ -86,7 +89,7 @@ class GenEval(RuleReward, Loadable):
 
 
 def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> None:
-    """Refuse settings with which nothing would ever be found."""
+    """Refuse settings with which no object would ever be found."""
     if not all(0 <= threshold < 1 for threshold in thresholds) or max_objects < 1:
         raise ValueError(
             f"thresholds {list(thresholds)} of {name} must be in [0, 1), "
@@ -95,7 +98,7 @@ def check_settings(name: str, thresholds: Sequence[float], max_objects: int) -> 
 
 
 def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
-    """Unscorable where the detector could not see what is asked for."""
+    """Raise Unscorable where the detector cannot detect what is asked for."""
     unknown = {clause.label for clause in asked} - detector.classes()
     if unknown:
         raise Unscorable(f"the detector knows no {', '.join(sorted(unknown))}")
@@ -104,7 +107,7 @@ def check_ability(detector: Detector, asked: Sequence[Clause]) -> None:
 
 
 def kept(detections: Sequence[Detection], threshold: float, most: int) -> Found:
-    """At most `most` detections of every class with a score above the threshold, surest first."""
+    """Return at most `most` detections per class above the threshold, highest score first."""
     sure = sorted((d for d in detections if d.score > threshold), key=lambda d: -d.score)
     return {
         label: [d for d in sure if d.label == label][:most] for label in {d.label for d in sure}
@@ -112,7 +115,7 @@ def kept(detections: Sequence[Detection], threshold: float, most: int) -> Found:
 
 
 def relations(a: Detection, b: Detection) -> set[str]:
-    """How a lies relative to b: none, one or two of RELATIONS.
+    """Return the relations of a to b: none, one or two of RELATIONS.
 
     The offset of the centres is shortened by a tenth of both sizes; what is left must be more than
     half of the offset.
@@ -138,7 +141,7 @@ def _shortened(offset: float, by: float) -> float:
 
 
 def correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) -> bool:
-    """GenEval's own rule: at least the asked number, of which the surest must fit."""
+    """Apply GenEval's own rule: at least the asked number, and the surest of them must fit."""
     matched: list[Sequence[Detection] | None] = []
     for clause in include:
         objects = found.get(clause.label, ())[: clause.count]
@@ -154,12 +157,12 @@ def correct(include: Sequence[Clause], exclude: Sequence[Clause], found: Found) 
 def graded(
     include: Sequence[Clause], exclude: Sequence[Clause], found: Found
 ) -> tuple[float, float]:
-    """(strict, dense): exactly what was asked for; and the mean over everything that is checked.
+    """Return (strict, dense): exact match, and the mean over everything that is checked.
 
     Dense parts: 1 - |found - asked| / asked for every number; the same for colours where the number
     is right; 0 or 1 for a relation where number and colour are; one 0 for a colour or relation that
-    could not be checked because the number is wrong.
-    The reference adds a 1 after every failed relation; here a wrong relation gives 0 and no more.
+    could not be checked because the number is wrong. The reference adds a 1 after every failed
+    relation; here a wrong relation gives 0 and no more.
     """
     matched: list[Sequence[Detection] | None] = []
     parts: list[float] = []
@@ -186,7 +189,7 @@ def _closeness(found: int, asked: int) -> float:
 
 
 def _colours(clause: Clause, objects: Sequence[Detection]) -> int:
-    """How many have the asked colour, if one is asked for."""
+    """Count the objects that have the asked colour; all, if none is asked for."""
     return sum(clause.colour in (None, d.colour) for d in objects)
 
 
@@ -195,7 +198,7 @@ def _placed(
     objects: Sequence[Detection],
     matched: Sequence[Sequence[Detection] | None],
 ) -> bool:
-    """Whether every object has the asked relation to every object of the other clause."""
+    """Return whether every object has the asked relation to every object of the other clause."""
     if clause.relation is None:
         return True
     others = matched[clause.other]
@@ -209,7 +212,7 @@ def _forbidden(exclude: Sequence[Clause], found: Found) -> bool:
 
 
 def clauses(metadata: Mapping[str, Any], key: str) -> list[Clause]:
-    """The clauses under `include` or `exclude`. Unscorable where they break the schema."""
+    """Parse the clauses under `include` or `exclude`; Unscorable where they break the schema."""
     rows = metadata.get(key, [])
     if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
         raise Unscorable(f"its metadata {key!r} is no list of clauses")

@@ -1,4 +1,4 @@
-"""Heads that `flowalign reward train` puts on a backbone: linear, MLP, gated by the prompt."""
+"""Implements the heads of `flowalign reward train`: linear, MLP, and gated by the prompt."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -12,11 +12,11 @@ from flowalign.functional.rating import Features, Ratings
 from flowalign.types import Head, HeadNetwork
 
 _LOG_VARIANCE = 8.0
-"""Log variances are kept within plus and minus this, smoothly."""
+"""Bound on the absolute log variance, applied smoothly (tanh)."""
 
 
 class _Score(nn.Module):
-    """Scores of hidden features and, if wanted, log variances from a layer of their own."""
+    """Computes scores of hidden features and, if wanted, log variances from a separate layer."""
 
     def __init__(self, size: int, num_dims: int, uncertainty: bool):
         super().__init__()
@@ -24,7 +24,7 @@ class _Score(nn.Module):
         self.log_variance = nn.Linear(size, num_dims) if uncertainty else None
         nn.init.normal_(self.score.weight, std=0.01)
         nn.init.zeros_(self.score.bias)
-        if self.log_variance is not None:  # all samples start equally unsure
+        if self.log_variance is not None:  # all samples start with variance 1
             nn.init.zeros_(self.log_variance.weight)
             nn.init.zeros_(self.log_variance.bias)
 
@@ -36,19 +36,18 @@ class _Score(nn.Module):
 
 
 class Linear(Head):
-    """One linear map from features to every dimension; `uncertainty` adds a log variance each."""
+    """Maps features linearly to every dimension; `uncertainty` adds a log variance to each."""
 
     def __init__(self, uncertainty: bool = False):
         self.uncertainty = uncertainty
 
     @override
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """See `Head`."""
         return _Plain(nn.Identity(), _Score(joint, len(dims), self.uncertainty), is_linear=True)
 
 
 class MLP(Head):
-    """Layers of the given widths, each with GELU and dropout, then a linear map."""
+    """Applies layers of the given widths, each with GELU and dropout, then a linear map."""
 
     def __init__(
         self, hidden: Sequence[int] = (256,), dropout: float = 0.0, uncertainty: bool = False
@@ -60,7 +59,6 @@ class MLP(Head):
 
     @override
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """See `Head`."""
         body = _layers(joint, self.hidden, self.dropout)
         score = _Score(self.hidden[-1], len(dims), self.uncertainty)
         return _Plain(body, score, is_linear=False)
@@ -80,7 +78,7 @@ class _Plain(HeadNetwork):
 
 
 class PromptGated(Head):
-    """Every dimension of its own, and totals that weigh others as the prompt decides.
+    """Scores dimensions linearly, and totals that weigh other dimensions as the prompt decides.
 
     `groups` names, for each total, the dimensions it weighs: total = sum over them of
     softmax(gate(prompt) / temperature) * score. A total may weigh totals named before it: criteria
@@ -105,13 +103,15 @@ class PromptGated(Head):
         self.dropout, self.temperature = dropout, temperature
 
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """See `Head`."""
+        """Build the network; raise ValueError where `groups` do not fit the dimensions."""
         if prompt == 0:
             raise ValueError("PromptGated needs a backbone that reads prompts")
         known = [d for d in dims if d not in self.groups]
         for total, parts in self.groups.items():
             if missing := [d for d in (total, *parts) if d not in dims]:
-                raise ValueError(f"groups name {missing}, which are no dimensions; {list(dims)}")
+                raise ValueError(
+                    f"groups name {missing}, which are no dimensions; there are {list(dims)}"
+                )
             if late := [d for d in parts if d not in known]:
                 raise ValueError(f"{total} weighs {late}, totals that come after it in groups")
             known.append(total)
@@ -141,7 +141,7 @@ class _Gated(HeadNetwork):
         return self.score, self.own
 
     def weights(self, prompt: Float[Tensor, "n E"]) -> list[Float[Tensor, "n k"]]:
-        """What each total makes of its parts, by prompt; every row sums to 1."""
+        """Compute the weights of each total over its parts, by prompt; every row sums to 1."""
         return [(gate(prompt) / self.temperature).softmax(1) for gate in self.gates]
 
     def forward(self, features: Features) -> Ratings:
@@ -154,10 +154,12 @@ class _Gated(HeadNetwork):
 
 def _layers(size: int, hidden: Sequence[int], dropout: float) -> nn.Module:
     widths = [size, *hidden]
-    return nn.Sequential(*[
-        nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Dropout(dropout))
-        for a, b in pairwise(widths)
-    ])  # fmt: skip
+    return nn.Sequential(
+        *[
+            nn.Sequential(nn.Linear(a, b), nn.GELU(), nn.Dropout(dropout))
+            for a, b in pairwise(widths)
+        ]
+    )
 
 
 def _check_layers(hidden: Sequence[int], dropout: float) -> None:

@@ -1,7 +1,7 @@
-"""Human Preference Score v2 and v2.1: a fine-tuned CLIP ViT-H-14.
+"""Implements Human Preference Score v2 and v2.1: a fine-tuned CLIP ViT-H-14.
 
-Source: Wu et al. 2023, arXiv:2306.09341v2. Pictures are resized by their longest side and padded
-with black, unlike CLIP's. Scores compare pictures of one prompt under one version, nothing else.
+Source: Wu et al. 2023, arXiv:2306.09341v2. Images are resized by their longest side and padded with
+black, unlike CLIP's. Only scores of one prompt under one version can be compared.
 """
 
 from dataclasses import replace
@@ -19,11 +19,11 @@ FILES = {"v2": "HPS_v2_compressed.pt", "v2.1": "HPS_v2.1_compressed.pt"}
 
 
 class HPSv2(NetworkReward):
-    """cos(image, text), usually 0.2 to 0.35 (tables print it times 100).
+    """Scores cos(image, text), usually 0.2 to 0.35 (tables print it times 100).
 
     A video scores the mean over its frames. `weights` is a checkpoint file, or a folder or hub
-    repository that has the file of this `version`; `model` an architecture of open_clip, or a JSON
-    file of sizes.
+    repository that has the file of this `version`; `model` is an architecture of open_clip, or a
+    JSON file of sizes.
     """
 
     network: Towers
@@ -54,11 +54,11 @@ class HPSv2(NetworkReward):
         self.version, self.weights, self.model = version, weights, model
 
     def read(self) -> Towers:
-        """Both towers, with HPSv2's preprocessing."""
+        """Read both towers and set HPSv2's preprocessing."""
         towers = read_open_clip(self.model, str(find_file(self.weights, FILES[self.version])))
         towers.preprocessing = replace(towers.preprocessing, resize="longest")
         return towers
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """cos(image, text), the mean over frames."""
+        """Compute cos(image, text), averaged over frames."""
         return cosines(self.network, batch, self.batch_size)[:, None]

@@ -1,7 +1,7 @@
-"""HPSv3: human preference of a picture as a Gaussian, from Qwen2-VL 7B.
+"""Implements HPSv3: human preference for an image as a Gaussian, from Qwen2-VL 7B.
 
-Read from the package hpsv3 1.0.0; `HPSv3.safetensors` holds the whole model, so of the base only
-its configuration and tokenizer are needed.
+Ported from the package hpsv3 1.0.0. `HPSv3.safetensors` holds the whole model, so only the
+configuration and tokenizer of the base are needed.
 """
 
 from pathlib import Path
@@ -32,11 +32,11 @@ from reward_models.qwen2_vl import (
 INSTRUCTION = (Path(__file__).parent / "instructions" / "hpsv3.txt").read_text()
 TOKEN = "<|Reward|>"
 PIXELS = 256 * 28 * 28
-"""Every picture is brought to at least this area."""
+"""Target area of every image in pixels, its lower and upper bound at once."""
 
 
 class HPSv3(NetworkReward):
-    """One unbounded dimension, the mean; the standard deviation is the output's uncertainty.
+    """Scores one unbounded dimension, the mean; the standard deviation becomes the uncertainty.
 
     `checkpoint` is a file, folder or hub repository with `HPSv3.safetensors`; `base` one with the
     configuration and tokenizer of Qwen2-VL.
@@ -72,13 +72,13 @@ class HPSv3(NetworkReward):
         super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
-        """Backbone and head from one file."""
+        """Read backbone and head from one file."""
         config, self.tokenizer = read_base(self.base, [TOKEN])
         path = find_file(self.checkpoint, "HPSv3.safetensors")
         return assemble(config, _head, read_tensors(path), path, self.position_mode, self.dtype)
 
     def rate(self, batch: MediaBatch) -> Rated:
-        """Mean and standard deviation of every picture."""
+        """Compute mean and standard deviation of every image."""
         chats, failed = collected(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             nothing = torch.full((len(batch), 1), torch.nan)
@@ -99,6 +99,10 @@ class HPSv3(NetworkReward):
 
 def _head(width: int) -> nn.Module:
     return nn.Sequential(
-        nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05),
-        nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2),
-    )  # fmt: skip
+        nn.Linear(width, 1024),
+        nn.ReLU(),
+        nn.Dropout(0.05),
+        nn.Linear(1024, 16),
+        nn.ReLU(),
+        nn.Linear(16, 2),
+    )

@@ -1,4 +1,4 @@
-"""ImageReward: BLIP whose text encoder looks at the picture, and a head on its first token.
+"""Implements ImageReward: BLIP's text encoder attends to the image, a head reads its first token.
 
 Source: Xu et al. 2023, arXiv:2304.05977v4. Read from the original file into transformers' own BLIP.
 """
@@ -29,7 +29,7 @@ from reward_models.network import NetworkReward
 from reward_models.pixels import normalise, per_frame, shortest_side
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072
-"""Of the head's raw output over the authors' data; scores are standardised with them."""
+"""Mean and standard deviation of the raw reward over the authors' data; they standardise scores."""
 MAX_TOKENS = 35
 SIZES = {
     "image_size": 224,
@@ -38,12 +38,12 @@ SIZES = {
     "vision_depth": 24,
     "vision_heads": 16,
 }
-"""BLIP-large, which the original has in its code and not in a file."""
+"""Sizes of BLIP-large, which the original keeps in its code and not in a file."""
 UNUSED = (
     r"blip\.(vision|text)_proj\.(weight|bias)",  # BLIP's contrastive projections
     r"text\.embeddings\.position_ids",  # 0, 1, 2, ...
 )
-"""What the checkpoint carries and scoring does not use, under the names after `RENAMES`."""
+"""Keys of the checkpoint that scoring does not use, by their names after `RENAMES`."""
 RENAMES = (
     (r"^blip\.visual_encoder\.", "vision."),
     (r"^blip\.text_encoder\.", "text."),
@@ -57,11 +57,11 @@ RENAMES = (
     (r"\.attn\.proj\.", ".self_attn.projection."),
     (r"\.norm([12])\.", r".layer_norm\1."),
 )
-"""The original's names to those of transformers; the text encoder's are the same."""
+"""Maps the original's names to those of transformers; the text encoder's are the same."""
 
 
 class ImageRewardNetwork(nn.Module):
-    """BLIP's picture encoder, its text encoder with cross-attention, and the head."""
+    """Combines BLIP's image encoder, its text encoder with cross-attention, and the head."""
 
     def __init__(self, sizes: Mapping[str, int], med: Mapping[str, Any], vocabulary: int):
         super().__init__()
@@ -76,8 +76,15 @@ class ImageRewardNetwork(nn.Module):
                 layer_norm_eps=1e-6,
             )
         )
-        kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "max_position_embeddings", "layer_norm_eps", "hidden_act")  # fmt: skip
+        kept = (
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "max_position_embeddings",
+            "layer_norm_eps",
+            "hidden_act",
+        )
         self.text = BlipTextModel(
             BlipTextConfig(
                 vocab_size=vocabulary,
@@ -94,7 +101,7 @@ class ImageRewardNetwork(nn.Module):
     def forward(
         self, pixels: Float[Tensor, "n 3 h w"], ids: Tensor, mask: Tensor
     ) -> Float[Tensor, "n"]:
-        """Raw rewards of preprocessed pictures and their tokens."""
+        """Compute raw rewards of preprocessed images and their tokens."""
         seen = self.vision(pixel_values=pixels).last_hidden_state
         read = self.text(
             input_ids=ids, attention_mask=mask, encoder_hidden_states=seen, is_decoder=False
@@ -103,11 +110,12 @@ class ImageRewardNetwork(nn.Module):
 
 
 class ImageReward(NetworkReward):
-    """Standardised reward, about N(0, 1) over the authors' data. A video scores its frames' mean.
+    """Scores the standardised reward, about N(0, 1) over the authors' data.
 
-    `model` is a hub repository, or a folder, with `ImageReward.pt` and `med_config.json`, and
-    `sizes.json` where the picture encoder is not BLIP-large's. `tokenizer` is a folder or hub
-    repository with BERT's `vocab.txt`. Prompts are cut to 35 tokens.
+    A video scores the mean over its frames. `model` is a hub repository, or a folder, with
+    `ImageReward.pt` and `med_config.json`, and `sizes.json` where the image encoder is not
+    BLIP-large's. `tokenizer` is a folder or hub repository with BERT's `vocab.txt`. Prompts are
+    truncated to 35 tokens.
     """
 
     network: ImageRewardNetwork
@@ -135,7 +143,7 @@ class ImageReward(NetworkReward):
         self.model, self.tokenizer_source = model, tokenizer
 
     def read(self) -> ImageRewardNetwork:
-        """BLIP and the head; every key of the file is used or listed in `UNUSED`."""
+        """Read BLIP and the head; every key of the file is used or listed in `UNUSED`."""
         path = find_file(self.model, "ImageReward.pt")
         med = read_json(find_file(self.model, "med_config.json"))
         self.sizes = _sizes(path.parent)
@@ -150,7 +158,7 @@ class ImageReward(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """(raw - MEAN) / STD, the mean over frames."""
+        """Compute (raw - MEAN) / STD, averaged over frames."""
         frames = batch.media.flatten(0, 1)
         prompts = [prompt for prompt in batch.prompts for _ in range(batch.media.shape[1])]
         starts = range(0, len(prompts), self.batch_size)
@@ -162,15 +170,18 @@ class ImageReward(NetworkReward):
 
     def _raw(self, frames: Tensor, prompts: Sequence[str]) -> Float[Tensor, "n"]:
         tokens = self.tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=MAX_TOKENS,
+            list(prompts),
+            padding="max_length",
+            truncation=True,
+            max_length=MAX_TOKENS,
             return_tensors="pt",
-        ).to(self.device)  # fmt: skip
+        ).to(self.device)
         frames = frames.to(self.device, torch.float32)
         pixels = normalise(shortest_side(frames, self.sizes["image_size"], quantised=True))
         return self.network(pixels, tokens["input_ids"], tokens["attention_mask"])
 
 
 def _sizes(folder: Path) -> dict[str, int]:
-    """Those of the folder's `sizes.json`, or of BLIP-large."""
+    """Return the sizes in the folder's `sizes.json`, or those of BLIP-large."""
     path = folder / "sizes.json"
     return {key: read_json(path)[key] for key in SIZES} if path.is_file() else SIZES

@@ -1,4 +1,4 @@
-"""JPEG size: the two rewards without a model with which reinforcement learning is tried out.
+"""Implements JPEG size: two rewards without a model, used to try out reinforcement learning.
 
 Source: DDPO, arXiv:2305.13301v4, compressibility and incompressibility.
 """
@@ -17,9 +17,9 @@ SIGN: dict[str, int] = {"compressibility": -1, "incompressibility": 1}
 
 
 class JpegSize(RuleReward):
-    """The size of the picture as JPEG in kB (1000 bytes), negative for `compressibility`.
+    """Scores the image's size as JPEG in kB (1000 bytes), negative for `compressibility`.
 
-    A video scores the mean over its frames. Chroma is subsampled, as Pillow does by default.
+    A video scores the mean over its frames. Chroma is subsampled, which is Pillow's default.
     """
 
     def __init__(self, dim: Dim = "compressibility", quality: int = 95):
@@ -36,7 +36,7 @@ class JpegSize(RuleReward):
         )
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Encode every frame and weigh it."""
+        """Encode every frame and average the sizes."""
         sizes = [self._kilobytes(Image.fromarray(f)) for f in to_bytes(sample.media[0])]
         return (self.sign * fmean(sizes),), {}
 

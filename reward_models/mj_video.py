@@ -1,8 +1,8 @@
-"""MJ-VIDEO: 28 criteria of a video in five aspects, weighted by experts that read the prompt.
+"""Implements MJ-VIDEO: 28 criteria in five aspects, weighted by experts that read the prompt.
 
-Read from aiming-lab/MJ-Video. Its backbone, InternVL2-2B, is code on the hub: transformers'
+Ported from aiming-lab/MJ-Video. Its backbone, InternVL2-2B, is code on the hub: transformers'
 native InternVL has neither its language model (InternLM2) nor its names. So the backbone is given
-as a `Reader`, and what is here is all that comes after it.
+as a `Reader`, and this file implements everything that comes after it.
 """
 
 from abc import ABC, abstractmethod
@@ -24,32 +24,32 @@ from reward_models.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resized
 ASPECTS = {"alignment": 5, "safety": 6, "fineness": 5, "coherence": 7, "fairness": 5}
 """Number of criteria of every aspect, in order."""
 TURN = (92542, 92543, 525, 11353, 364)
-"""InternLM2's tokens of the end of the user's turn, from which the experts are chosen."""
+"""InternLM2's tokens of the end of the user's turn; the gates read the hidden state there."""
 FRAMES, SIDE = 8, 448
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a backbone made of videos and prompts."""
+    """Holds the hidden states that a backbone computed for videos and prompts."""
 
     hidden: Float[Tensor, "n L h"]
     """Last hidden states."""
     ids: Int[Tensor, "n L"]
     lengths: Sequence[int]
-    """Tokens of each sequence; what follows is padding."""
+    """Number of tokens of each sequence; the rest is padding."""
 
 
 class Reader(ABC):
-    """An InternVL2, or what stands in for it."""
+    """Computes hidden states of videos and prompts: InternVL2, or a substitute for it."""
 
     name: str
-    """Weights and settings; enters the fingerprint of the reward."""
+    """Names the weights and settings; enters the fingerprint of the reward."""
     width: int
-    """Of its hidden states."""
+    """Width of its hidden states."""
 
     @abstractmethod
     def read(self) -> nn.Module:
-        """A network from (frames, prompts) to a `Reading`.
+        """Return a network from (frames, prompts) to a `Reading`.
 
         Frames are [n, 8, 3, 448, 448], normalised with ImageNet's mean and standard deviation.
         Sequences have `TURN` before the answer.
@@ -58,34 +58,34 @@ class Reader(ABC):
 
 @dataclass(frozen=True)
 class Scores:
-    """Of n videos."""
+    """Holds the scores of n videos with the weights they were combined by."""
 
     criteria: Float[Tensor, "n C"]
-    """+1 is good, -1 is bad."""
+    """Score of each criterion; +1 is good, -1 is bad."""
     weights: Float[Tensor, "n C"]
-    """Of the criteria in their aspect."""
+    """Weight of each criterion in its aspect."""
     aspects: Float[Tensor, "n A"]
     gate: Float[Tensor, "n A"]
-    """Of the aspects."""
+    """Weight of each aspect in the overall score."""
     overall: Float[Tensor, "n"]
 
 
 def combine(
     criteria: Float[Tensor, "n C"], weights: Float[Tensor, "n C"], gate: Float[Tensor, "n A"]
 ) -> Scores:
-    """sum_a gate_a sum_(c in a) weight_c criterion_c, and its parts."""
+    """Compute sum_a gate_a sum_(c in a) weight_c criterion_c, and return it with its parts."""
     parts = (criteria * weights).split(list(ASPECTS.values()), 1)
     aspects = torch.stack([part.sum(1) for part in parts], 1)
     return Scores(criteria, weights, aspects, gate, (aspects * gate).sum(1))
 
 
 def softmax_within(logits: Float[Tensor, "n C"]) -> Float[Tensor, "n C"]:
-    """Softmax over the criteria of each aspect."""
+    """Apply a softmax over the criteria of each aspect."""
     return torch.cat([x.softmax(1) for x in logits.split(list(ASPECTS.values()), 1)], 1)
 
 
 def last_turn(ids: Sequence[int]) -> int:
-    """Where the last end of a user's turn begins. ValueError where there is none."""
+    """Return where the last end of a user's turn begins; raise ValueError where there is none."""
     size = len(TURN)
     found = [j for j in range(len(ids) - size + 1) if tuple(ids[j : j + size]) == TURN]
     if not found:
@@ -94,25 +94,25 @@ def last_turn(ids: Sequence[int]) -> int:
 
 
 class Gate(nn.Module):
-    """Logits of experts over a temperature, from the prompt; three hidden layers."""
+    """Computes logits of experts from the prompt, divided by a temperature; three hidden layers."""
 
     def __init__(self, width: int, hidden: int, num: int, temperature: float):
         super().__init__()
         sizes = [width, hidden, hidden, hidden, num]
         self.layers = nn.ModuleList([nn.Linear(a, b) for a, b in pairwise(sizes)])
         self.logit_scale = nn.Parameter(torch.ones(1))
-        """Despite its name, it multiplies the weights after the softmax."""
+        """Factor on the weights after the softmax, despite its name."""
         self.temperature = temperature
 
     def forward(self, x: Float[Tensor, "n h"]) -> Float[Tensor, "n E"]:
-        """Not yet a softmax, which the two gates take over different groups."""
+        """Compute the logits; the two gates apply their softmax over different groups."""
         for layer in self.layers[:-1]:
             x = F.relu(layer(x))
         return self.layers[-1](x) / self.temperature
 
 
 class MJVideoHead(nn.Module):
-    """Criteria from the last token, experts' weights from the end of the user's turn."""
+    """Scores criteria from the last token, and weighs them from the end of the user's turn."""
 
     def __init__(self, width: int, gate_width: int = 1024, temperature: float = 1.0):
         super().__init__()
@@ -123,14 +123,14 @@ class MJVideoHead(nn.Module):
         self.criteria_gating = Gate(width, gate_width, num, temperature)
 
     def forward(self, last: Float[Tensor, "n h"], turn: Float[Tensor, "n h"]) -> Scores:
-        """Scores from the hidden states of these two tokens."""
+        """Compute scores from the hidden states of these two tokens."""
         criteria = self.regression_layer(last) @ self.reward_transform_matrix
         weights = softmax_within(self.criteria_gating(turn)) * self.criteria_gating.logit_scale
         gate = self.aspect_gating(turn).softmax(1) * self.aspect_gating.logit_scale
         return combine(criteria, weights, gate)
 
     def read(self, reading: Reading) -> Scores:
-        """Scores of what a backbone read."""
+        """Compute scores from the hidden states of a backbone."""
         rows = torch.arange(len(reading.lengths))
         turns = [last_turn(row) for row in reading.ids.tolist()]
         ends = torch.tensor(reading.lengths) - 1
@@ -138,10 +138,10 @@ class MJVideoHead(nn.Module):
 
 
 class MJVideo(NetworkReward):
-    """Five aspects and their gated sum, overall; regressed to 1 for good and -1 for bad.
+    """Scores five aspects and their gated sum, overall; trained to give 1 for good, -1 for bad.
 
     `checkpoint` is a file or hub repository with `model.safetensors`: the head's parameters, and
-    perhaps the backbone's as `model.*`, which are left to the reader.
+    perhaps the backbone's under `model.*`, which are left to the reader.
     """
 
     def __init__(
@@ -171,14 +171,14 @@ class MJVideo(NetworkReward):
         super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
-        """Backbone and head."""
+        """Read backbone and head."""
         head = MJVideoHead(self.reader.width, self.gate_width, self.temperature)
         path = find_file(self.checkpoint, "model.safetensors")
         load_exactly(head, read_tensors(path), path, unused=[r"model\..*"])
         return nn.ModuleDict({"reader": self.reader.read(), "head": head})
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
-        """Scores of eight frames of every video."""
+        """Score eight frames of every video."""
         media = batch.media[:, starts(batch.media.shape[1], FRAMES)].to(self.device).float()
         frames = resized(media.flatten(0, 1), SIDE, SIDE, quantised=True)
         frames = normalise(frames, IMAGENET_MEAN, IMAGENET_STD).unflatten(0, media.shape[:2])

@@ -1,4 +1,4 @@
-"""Motion from optical flow: how smooth it is, and whether there is any.
+"""Implements rewards from optical flow: how smooth the motion is, and whether there is any.
 
 Flow is OpenCV's DIS (no weights, CPU) on grey frames whose shorter side is 256 pixels; one unit of
 length is such a pixel, whatever the size of the video.
@@ -20,40 +20,40 @@ from reward_models.rule import RuleReward, Unscorable, Verdict, optional, to_byt
 
 SIDE = 256
 _RATE = 8
-"""Frames per second at which VBench looks at motion."""
+"""Frames per second at which VBench measures motion."""
 _MOVING = 6.0
 """Pixels between two such frames above which there is motion."""
 _KEPT = 4096
-"""Clips whose motion is remembered, a few hundred bytes each."""
+"""Maximum number of clips whose motion is cached, a few hundred bytes each."""
 
 
 def grey(frames: UInt8[np.ndarray, "F h w 3"], width: int, height: int) -> list[Any]:
-    """Grey frames of the given size."""
+    """Convert frames to grey images of the given size."""
     cv2 = optional("cv2", "motion")
     whole = [cv2.cvtColor(frame, cv2.COLOR_RGB2GRAY) for frame in frames]
     return [cv2.resize(f, (width, height), interpolation=cv2.INTER_AREA) for f in whole]
 
 
 def flows(pictures: Sequence[Any]) -> list[Float[np.ndarray, "h w 2"]]:
-    """Dense flow in pixels from each grey picture to the next."""
+    """Compute the dense flow in pixels from each grey image to the next."""
     cv2 = optional("cv2", "motion")
     dis = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
     return [dis.calc(a, b, None) for a, b in pairwise(pictures)]
 
 
 def lengths(field: Float[np.ndarray, "h w 2"]) -> Float[np.ndarray, "h w"]:
-    """Of its vectors; twenty times as fast as `numpy.linalg.norm`."""
+    """Compute the lengths of a field's vectors; twenty times as fast as `numpy.linalg.norm`."""
     x, y = field[..., 0], field[..., 1]
     return np.sqrt(x * x + y * y)
 
 
 def flow_acceleration(fields: Sequence[Float[np.ndarray, "h w 2"]]) -> float:
-    """Mean length of the change of flow at a place from one pair of frames to the next."""
+    """Return the mean length of the change of flow, per pixel, from one frame pair to the next."""
     return float(np.mean([lengths(b - a).mean() for a, b in pairwise(fields)]))
 
 
 def fastest(field: Float[np.ndarray, "h w 2"]) -> float:
-    """Mean length of the longest five percent of a flow field."""
+    """Return the mean length of the longest five percent of a flow field's vectors."""
     speed = lengths(field).ravel()
     count = max(int(0.05 * speed.size), 1)
     return float(np.partition(speed, -count)[-count:].mean())
@@ -61,20 +61,20 @@ def fastest(field: Float[np.ndarray, "h w 2"]) -> float:
 
 @dataclass(frozen=True)
 class Motion:
-    """What the flow of a clip comes to, in pixels."""
+    """Summarises the flow of a clip, in pixels."""
 
     speeds: tuple[float, ...]
-    """`fastest` of each pair of frames."""
+    """`fastest` of each pair of neighbouring frames."""
     acceleration: float
-    """`flow_acceleration`; NaN of two frames."""
+    """`flow_acceleration` of the clip; NaN for two frames."""
 
 
 _known: dict[bytes, Motion] = {}
 
 
 def motion_of(frames: Float[Tensor, "F 3 h w"]) -> Motion:
-    """Of a clip, remembered by content: the rewards of a run ask about the same clips."""
-    # One by one: a whole clip of floats, rounded, is no longer in any cache.
+    """Compute the motion of a clip, cached by content: several rewards see the same clips."""
+    # Convert frame by frame: a whole clip of rounded floats would not fit the CPU's cache.
     pictures = [to_bytes(frame[None]) for frame in frames]
     digest = blake2b(repr(frames.shape).encode(), digest_size=16)
     for picture in pictures:
@@ -99,10 +99,10 @@ def _fields(
 
 
 class FlowSmoothness(RuleReward):
-    """smoothness: 1 / (1 + flow acceleration), in (0, 1]; needs three frames.
+    """Scores smoothness as 1 / (1 + flow acceleration), in (0, 1]; needs three frames.
 
-    The acceleration is in pixels per frame squared, so clips of different frame rates do not
-    compare. A still video is perfectly smooth: combine with `DynamicDegree`.
+    The acceleration is in pixels per frame squared, so scores of clips with different frame rates
+    cannot be compared. A still video is perfectly smooth: combine with `DynamicDegree`.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class FlowSmoothness(RuleReward):
         )
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Flow of all neighbouring frames."""
+        """Compute the flow of all neighbouring frames."""
         if sample.media.shape[1] < 3:
             raise Unscorable("smoothness needs at least three frames")
         acceleration = motion_of(sample.media[0]).acceleration
@@ -124,12 +124,12 @@ class FlowSmoothness(RuleReward):
 
 
 class DynamicDegree(RuleReward):
-    """dynamic: 1 where enough pairs of frames move; motion: by how many pixels they do on average.
+    """Scores `dynamic`, 1 where enough frame pairs move, and `motion`, their mean speed in pixels.
 
-    The rule of VBench with DIS in place of RAFT, so figures do not compare with VBench's: at about
-    8 frames per second, the fastest five percent of the flow must on average exceed 6 pixels in a
-    quarter of as many pairs as there are frames (rounded half to even as there; but at least one,
-    where VBench calls any video of two frames dynamic).
+    The rule is VBench's with DIS in place of RAFT, so figures cannot be compared with VBench's: at
+    about 8 frames per second, the fastest five percent of the flow must on average exceed 6 pixels
+    in a quarter of as many pairs as there are frames (rounded half to even like there; but at least
+    one, where VBench calls any video of two frames dynamic).
 
     Source: Vchitect/VBench @ 45e79ec14e, dynamic_degree.py.
     """
@@ -146,7 +146,7 @@ class DynamicDegree(RuleReward):
         )
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Flow between frames about an eighth of a second apart."""
+        """Compute the flow between frames about an eighth of a second apart."""
         try:
             step = max(1, round(checked(sample.fps[0]) / _RATE))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The world of moving shapes: what a prompt asks for, and how well a clip shows it."""
+"""Defines the world of moving shapes: its prompts, and a verifier of how well a clip shows one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,23 +20,23 @@ MOTIONS = {
     "grows": (0.0, 0.0, 1.0),
     "shrinks": (0.0, 0.0, -1.0),
 }
-"""Unit directions: x to the right, y downwards, and size."""
+"""Unit direction of each motion: x to the right, y downwards, and size."""
 COUNTS = {"a": 1, "two": 2}
 SIZE_WEIGHT = 3.0
 """Pixels of motion that one pixel of change in an object's radius counts as."""
 FULL_AMOUNT = 8.0
-"""Pixels over the clip from which something moves as much as anyone asks."""
+"""Displacement in pixels over the clip from which `amount` is 1."""
 
 _LEAST_AMOUNT, _LEAST_COSINE, _LONGEST_STEP = 4.0, 0.85, 4.0
 _JERK = 4.0
-"""Pixels of mean acceleration per frame and frame at which a path is not smooth at all."""
+"""Mean acceleration, in pixels per frame squared, at which `smoothness` is 0."""
 _FLICKER = 0.1
-"""Mean change of the background between frames at which it only flickers."""
+"""Mean change of the background between frames, in [0, 1], at which `flicker` is 0."""
 
 
 @dataclass(frozen=True)
 class Actor:
-    """One object and what it does."""
+    """Describes one object and its motion."""
 
     colour: str
     shape: str
@@ -44,13 +44,13 @@ class Actor:
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Indices of colour and shape."""
+        """Return the indices of colour and shape."""
         return list(COLOURS).index(self.colour), SHAPES.index(self.shape)
 
 
 @lru_cache(maxsize=8192)
 def parse(prompt: str) -> tuple[Actor, ...]:
-    """The actors of a prompt of this world, in its order.
+    """Parse a prompt of this world into its actors, in order.
 
     Raises:
         ValueError: the prompt is not one of this world.
@@ -72,7 +72,7 @@ def _count(clause: str) -> int:
 
 
 def _clause(clause: str, counts: tuple[str, ...]) -> list[Actor]:
-    """The actors of "two blue squares fall", or none where it is no such clause."""
+    """Parse a clause such as "two blue squares fall" into actors; empty where it is none."""
     count, _, rest = clause.partition(" ")
     found = [
         Actor(colour, shape, motion)
@@ -85,7 +85,7 @@ def _clause(clause: str, counts: tuple[str, ...]) -> list[Actor]:
 
 
 def clause_of(count: str, colour: str, shape: str, motion: str) -> str:
-    """The words "two blue squares fall" or "a green triangle grows"."""
+    """Return a clause such as "two blue squares fall" or "a green triangle grows"."""
     if count == "a":
         return f"a {colour} {shape} {motion}"
     verb, _, where = motion.partition(" ")
@@ -94,34 +94,34 @@ def clause_of(count: str, colour: str, shape: str, motion: str) -> str:
 
 @dataclass(frozen=True)
 class Track:
-    """An object through a clip: x, y and weighted radius in pixels, frame by frame."""
+    """Follows one object through a clip: x, y and weighted radius in pixels, frame by frame."""
 
     path: Float[Tensor, "F 3"]
 
     @property
     def displacement(self) -> Float[Tensor, "3"]:
-        """From the first frame to the last."""
+        """Return the displacement from the first frame to the last."""
         return self.path[-1] - self.path[0]
 
     @property
     def amount(self) -> float:
-        """Share of a full motion, at most 1."""
+        """Return the displacement as a share of `FULL_AMOUNT`, at most 1."""
         return min(float(self.displacement.norm()) / FULL_AMOUNT, 1.0)
 
     @property
     def smoothness(self) -> float:
-        """1 for steady motion, less the more a path accelerates."""
+        """Return 1 for steady motion, and less the more the path accelerates."""
         jerk = self.path.diff(dim=0).diff(dim=0).norm(dim=1).mean()
         return max(1 - float(jerk) / _JERK, 0.0)
 
     def cosine(self, motion: str) -> float:
-        """Of the angle between the displacement and the motion; 0 for opposites and for rest."""
+        """Return the cosine between displacement and motion; 0 for opposites and for rest."""
         moved = self.displacement
         along = float(moved @ torch.tensor(MOTIONS[motion]))
         return max(along, 0.0) / max(float(moved.norm()), 1.0)
 
     def obeys(self, motion: str) -> bool:
-        """It goes there, far enough, and without a jump."""
+        """Return whether the object moves in this direction, far enough, and without a jump."""
         longest = float(self.path.diff(dim=0).norm(dim=1).max())
         return (
             self.cosine(motion) >= _LEAST_COSINE
@@ -138,7 +138,7 @@ class MovingShapesVerifier(RewardModel):
     amount: how far the objects move or change size, whatever the direction.
     smoothness: how steadily they do.
     consistency: share of successive frames that show the same objects.
-    flicker: how still the background is; higher is better, as in VBench.
+    flicker: how still the background is; higher is better, the same as in VBench.
     strict: 1 where every frame shows what was asked for and nothing else, and all of it moves as
     asked.
     """
@@ -147,12 +147,18 @@ class MovingShapesVerifier(RewardModel):
         self.spec = RewardSpec(
             name="moving_shapes",
             dims=(
-                "objects", "direction", "amount", "smoothness", "consistency", "flicker", "strict",
+                "objects",
+                "direction",
+                "amount",
+                "smoothness",
+                "consistency",
+                "flicker",
+                "strict",
             ),
             modality="video",
             scale=(0.0, 1.0),
             licence="Apache-2.0",
-        )  # fmt: skip
+        )
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Score every clip over all of its frames."""
@@ -170,7 +176,7 @@ class MovingShapesVerifier(RewardModel):
 
 @dataclass(frozen=True)
 class _Frames:
-    """The objects of one clip among those of a batch."""
+    """Selects the objects of one clip from those of a batch."""
 
     objects: Objects
     first: int
@@ -180,26 +186,26 @@ class _Frames:
         return self.objects.present[self.first + f].nonzero().flatten()
 
     def kinds(self, f: int) -> list[tuple[int, int]]:
-        """Colour and shape of what frame f shows."""
+        """Return the colours and shapes of the objects in frame f."""
         i, keep = self.first + f, self.present(f)
         both = zip(self.objects.colour[i, keep], self.objects.shape[i, keep], strict=True)
         return [(int(colour), int(shape)) for colour, shape in both]
 
     def places(self, f: int) -> Float[Tensor, "m 3"]:
-        """Position and weighted radius of what frame f shows."""
+        """Return the positions and weighted radii of the objects in frame f."""
         i, keep = self.first + f, self.present(f)
         radius = (self.objects.area[i, keep] / torch.pi).sqrt() * SIZE_WEIGHT
         return torch.cat([self.objects.centroid[i, keep], radius[:, None]], 1)
 
     def clean(self, f: int) -> bool:
-        """Whether the objects are well formed, and there is little else."""
+        """Return whether the objects are well formed, and there is little else."""
         i, keep = self.first + f, self.present(f)
         quality = self.objects.fit[i, keep] * self.objects.purity[i, keep]
         return bool((quality >= 0.6).all()) and float(self.objects.dirt[i]) <= 0.1
 
 
 def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[float, ...]:
-    """The seven dimensions of one clip."""
+    """Compute the seven dimensions of one clip."""
     kinds = [clip.kinds(f) for f in range(clip.number)]
     asked = [actor.kind for actor in actors]
     shown = [_shared(some, asked) / max(len(some), len(asked)) for some in kinds]
@@ -224,14 +230,14 @@ def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[fl
 
 
 def _shared(found: Sequence[tuple[int, int]], asked: Sequence[tuple[int, int]]) -> int:
-    """Size of the multiset intersection."""
+    """Return the size of the multiset intersection."""
     return sum(min(found.count(kind), asked.count(kind)) for kind in set(asked))
 
 
 def _tracks(
     actors: tuple[Actor, ...], clip: _Frames, kinds: Sequence[Sequence[tuple[int, int]]]
 ) -> list[tuple[Actor, Track]]:
-    """The asked objects that are there in every frame, each followed to its nearest successor."""
+    """Track the asked objects that are present in every frame, each to its nearest successor."""
     followed: list[tuple[Actor, Track]] = []
     for kind in dict.fromkeys(actor.kind for actor in actors):
         group = [actor for actor in actors if actor.kind == kind]
@@ -249,7 +255,7 @@ def _tracks(
 
 
 def _nearest(before: Float[Tensor, "m 3"], now: Float[Tensor, "k 3"]) -> list[int]:
-    """For each place before, one now, so that they move the least in all."""
+    """Match each place before to a distinct one now, minimising the total distance."""
     distance = (before[:, None] - now[None]).norm(dim=2)
     return list(
         min(
@@ -260,7 +266,7 @@ def _nearest(before: Float[Tensor, "m 3"], now: Float[Tensor, "k 3"]) -> list[in
 
 
 def _assigned(actors: Sequence[Actor], tracks: Sequence[Track]) -> list[tuple[Actor, Track]]:
-    """Tracks of one kind with the actors whose motions they fit best."""
+    """Pair tracks of one kind with the actors whose motions they fit best."""
     orders = permutations(actors, len(tracks))
     best = max(
         orders, key=lambda o: sum(t.cosine(a.motion) for a, t in zip(o, tracks, strict=True))
@@ -269,7 +275,7 @@ def _assigned(actors: Sequence[Actor], tracks: Sequence[Track]) -> list[tuple[Ac
 
 
 def _stillness(clip: Float[Tensor, "F 3 H W"]) -> float:
-    """1 less the mean change between frames where both show background, in units of `_FLICKER`."""
+    """Return 1 less the mean change where two frames show background, in units of `_FLICKER`."""
     background = torch.tensor(BACKGROUND)[:, None, None] / 255
     shown: Bool[Tensor, "F H W"] = (clip - background).square().sum(1).sqrt() <= 70 / 255
     both = shown[1:] & shown[:-1]

@@ -1,4 +1,4 @@
-"""What all rewards that a torch network computes have in common: loading, placement, chunks."""
+"""Implements what all rewards computed by a torch network share: loading, placement, chunks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,25 +14,25 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 
 @dataclass(frozen=True)
 class Rated:
-    """What `rate` returns where scores are not all there is to say."""
+    """Holds the scores that `rate` returns together with uncertainties and failures."""
 
     values: Float[Tensor, "n R"]
     uncertainty: Float[Tensor, "n R"] | None = None
-    """Standard deviation of each score."""
+    """Standard deviation of each score; None: the model gives none."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Samples of this batch that turned out not to be scorable, and why."""
+    """Samples of this batch that turned out not to be scorable, with the reason."""
 
 
 class NetworkReward(RewardModel, Loadable):
-    """A reward whose subclass says how to `read` its network and how to `rate` a batch with it.
+    """Scores with a network that a subclass can `read`, and `rate` a batch with.
 
-    The constructor is cheap; weights are read by `load`, or when first asked. `device` is a torch
-    device or `auto`; with `offload` the network waits in main memory between two calls.
+    The constructor is cheap; weights are read by `load`, or by the first `score`. `device` is a
+    torch device or `auto`; with `offload` the network waits in main memory between two calls.
     Differentiable models keep the gradient of media that require one.
     """
 
     network: Any
-    """What `read` returned; a subclass may name its type."""
+    """Network that `read` returned; a subclass may declare its type."""
 
     def __init__(
         self, spec: RewardSpec, device: str = "auto", batch_size: int = 32, offload: bool = False
@@ -47,11 +47,15 @@ class NetworkReward(RewardModel, Loadable):
 
     @abstractmethod
     def read(self) -> nn.Module:
-        """The network with its weights, on the CPU. ValueError where a checkpoint is not right."""
+        """Return the network with its weights, on the CPU.
+
+        Raises:
+            ValueError: a checkpoint does not fit.
+        """
 
     @abstractmethod
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"] | Rated:
-        """Scores of samples that can be scored; `self.network` is on `self.device`."""
+        """Score samples that passed the screen; `self.network` is on `self.device`."""
 
     @final
     def load(self) -> None:
@@ -65,7 +69,7 @@ class NetworkReward(RewardModel, Loadable):
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Rate what can be rated, `batch_size` samples at a time."""
+        """Score the samples that can be scored, `batch_size` at a time."""
         failed = self.spec.screen(batch)
         self.load()
         good = [i for i in range(len(batch)) if i not in failed]
@@ -80,14 +84,14 @@ class NetworkReward(RewardModel, Loadable):
             values = spread(rated.values, good, len(batch))
             stds = rated.uncertainty
             uncertainty = None if stds is None else spread(stds, good, len(batch))
-        if self.offload and not values.requires_grad:  # a graph still needs its weights in place
+        if self.offload and not values.requires_grad:  # backward needs the weights in place
             self.network.to("cpu")
         failed |= {good[i]: reason for i, reason in rated.failed.items()}
         return RewardOutput.build(self.spec, values, failed, uncertainty)
 
 
 def _joined(parts: Sequence[Rated]) -> Rated:
-    """One after the other."""
+    """Concatenate the results of several chunks."""
     failed: dict[int, str] = {}
     num = 0
     for part in parts:
@@ -99,6 +103,6 @@ def _joined(parts: Sequence[Rated]) -> Rated:
 
 
 def spread(table: Float[Tensor, "m R"], rows: Sequence[int], num: int) -> Float[Tensor, "n R"]:
-    """The m rows on the CPU, at the given places among `num` rows of NaN."""
+    """Place the m rows, on the CPU, at the given positions among `num` rows of NaN."""
     places = torch.full((num, table.shape[1]), torch.nan)
     return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())

@@ -1,6 +1,7 @@
-"""Text rendering: does a picture show the text that its prompt asks for?
+"""Implements text rendering: whether an image shows the text that its prompt asks for.
 
-Source: the OCR reward of Flow-GRPO, arXiv:2505.05470v5, as its code computes it (mode `contained`).
+Source: the OCR reward of Flow-GRPO, arXiv:2505.05470v5, computed like in its code (mode
+`contained`).
 """
 
 import re
@@ -21,20 +22,20 @@ Over = Literal["mean", "max"]
 
 
 class TextReader(Loadable):
-    """Something that reads the text in pictures."""
+    """Reads the text in images."""
 
     version: str
-    """What decides its readings."""
+    """Identifies everything that determines its readings."""
 
     @abstractmethod
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
-        """The lines of text in an 8-bit RGB picture, in reading order."""
+        """Return the lines of text in an 8-bit RGB image, in reading order."""
 
 
 class RapidOCR(TextReader):
-    """PP-OCRv4 on onnxruntime; the weights come with the PyPI package (Apache-2.0).
+    """Reads with PP-OCRv4 on onnxruntime; the weights come with the PyPI package (Apache-2.0).
 
-    Lines read with less than `confidence` are dropped. `threads` 0 leaves it to onnxruntime.
+    Lines with a score below `confidence` are dropped. `threads` 0 leaves the number to onnxruntime.
     """
 
     def __init__(self, confidence: float = 0.5, threads: int = 0):
@@ -53,21 +54,23 @@ class RapidOCR(TextReader):
             )
 
     def read(self, picture: UInt8[np.ndarray, "h w 3"]) -> list[str]:
-        """The lines of which the recogniser is sure enough."""
+        """Return the lines that the recogniser is confident enough about."""
         self.load()
-        lines, _ = self._engine(picture[..., ::-1].copy())  # arrays are taken for OpenCV's BGR
+        lines, _ = self._engine(picture[..., ::-1].copy())  # it reads arrays in OpenCV's BGR
         return [text for _, text, _ in lines or ()]
 
 
 class OCR(RuleReward, Loadable):
-    """How much of the asked text is there, in [0, 1]; the one dimension is named like the mode.
+    """Scores how much of the asked text is shown, in [0, 1]; the one dimension is named by `mode`.
 
     The target is `metadata["text"]` or the first double-quoted span of the prompt; a sample without
     either cannot be scored. Case and white space do not count; lines are joined.
-    `contained`: 1 where the target occurs anywhere, otherwise as `cer`. The rule of the
-    literature, and hackable: a picture full of text contains every short target.
+
+    `contained`: 1 where the target occurs anywhere, otherwise the same as `cer`. The rule of the
+    literature, and hackable: an image full of text contains every short target.
     `cer`: 1 minus the character error rate, at least 0: surplus text costs.
     `exact`: 1 where exactly the target is read, else 0.
+
     A video scores the `mean` or `max` over at most `num_frames` evenly spaced frames.
     """
 
@@ -92,11 +95,11 @@ class OCR(RuleReward, Loadable):
         )
 
     def load(self) -> None:
-        """Get the reader ready."""
+        """Load the reader."""
         self.reader.load()
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Read the frames and compare; the extras tell what was asked and what was read."""
+        """Read the frames and compare; the extras hold the target and the text that was read."""
         target = target_text(sample.prompts[0], known(sample))
         count = sample.media.shape[1]
         frames = sample.media[0, evenly(count, min(self.num_frames, count))]
@@ -106,7 +109,7 @@ class OCR(RuleReward, Loadable):
 
 
 def target_text(prompt: str, metadata: Mapping[str, Any]) -> str:
-    """The text that a picture should show. Unscorable where nothing asks for text.
+    """Return the text that an image should show; raise Unscorable where the prompt names none.
 
     Single quotes do not count: most of them are apostrophes.
     """
@@ -120,33 +123,35 @@ def target_text(prompt: str, metadata: Mapping[str, Any]) -> str:
 
 
 def squeezed(text: str) -> str:
-    """The text in lower case without white space: what is compared."""
+    """Return the text in lower case without white space, the form that is compared."""
     return "".join(text.lower().split())
 
 
 def contained(target: str, reading: str) -> float:
-    """1 where the target is a part of what was read, otherwise as `character_accuracy`."""
+    """Return 1 where the target occurs in the reading, otherwise its `character_accuracy`."""
     return 1.0 if target in reading else character_accuracy(target, reading)
 
 
 def character_accuracy(target: str, reading: str) -> float:
-    """1 minus edits per character of the target, at least 0."""
+    """Return 1 minus edits per character of the target, at least 0."""
     return 1 - min(levenshtein(target, reading), len(target)) / len(target)
 
 
 def exact(target: str, reading: str) -> float:
-    """1 where both are the same."""
+    """Return 1 where both are the same, else 0."""
     return float(target == reading)
 
 
 RULES: Mapping[str, Callable[[str, str], float]] = {
-    "contained": contained, "cer": character_accuracy, "exact": exact,
-}  # fmt: skip
+    "contained": contained,
+    "cer": character_accuracy,
+    "exact": exact,
+}
 OVER: Mapping[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max}
 
 
 def levenshtein(a: str, b: str) -> int:
-    """The least number of inserted, deleted and replaced characters that turn a into b."""
+    """Return the least number of inserted, deleted and replaced characters that turn a into b."""
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         corner, row[0] = row[0], i

@@ -1,4 +1,4 @@
-"""A reward for images as one for videos: frame by frame."""
+"""Turns a reward for images into one for videos, frame by frame."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +14,12 @@ from reward_models.frames import evenly
 
 
 class PerFrame(RewardModel, Loadable):
-    """The mean, minimum or soft minimum over frames of every dimension of a reward for images.
+    """Scores a video by the mean, minimum or soft minimum of an image reward over its frames.
 
-    `frames` are looked at, at equal distances from the first to the last (null: all), at most
-    `at_once` of them in one call of `reward`. A soft minimum needs a `temperature`, in units of the
-    scores; see `soft_min`. A video is as good as its frames, whether it moves or not: combine it
-    with a reward of motion. A frame without a score leaves its video without one.
+    `frames` evenly spaced frames are scored, first and last included (null: all), at most `at_once`
+    of them in one call of `reward`. A soft minimum needs a `temperature`, in units of the scores;
+    see `soft_min`. A video is as good as its frames, whether it moves or not: combine it with a
+    reward of motion. A frame without a score leaves its video without one.
     """
 
     def __init__(
@@ -49,23 +49,24 @@ class PerFrame(RewardModel, Loadable):
         )
 
     def load(self) -> None:
-        """Get the reward for images ready."""
+        """Load the image reward."""
         if isinstance(self.reward, Loadable):
             self.reward.load()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score frames as images, and pool them."""
+        """Score frames as images, and pool the scores."""
         failed = self.spec.screen(batch)
         places = [
             (i, k)
-            for i in range(len(batch)) if i not in failed
+            for i in range(len(batch))
+            if i not in failed
             for k in self._looked_at(batch.media.shape[1])
-        ]  # fmt: skip
+        ]
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         scores = self._scores(batch, places, failed)
         good = torch.tensor([i for i in range(len(batch)) if i not in failed], dtype=torch.long)
         if len(good):
-            # Only of whole videos: NaN has no business in a gradient.
+            # Pool complete videos only: a NaN score must not enter the gradient.
             owner = torch.tensor([i for i, _ in places])
             whole = scores[torch.isin(owner, good)].unflatten(0, (len(good), -1))
             pool = pooled(whole, self.over, self.temperature)
@@ -78,7 +79,7 @@ class PerFrame(RewardModel, Loadable):
     def _scores(
         self, batch: MediaBatch, places: Sequence[tuple[int, int]], failed: dict[int, str]
     ) -> Float[Tensor, "m R"]:
-        """Of frame k of sample i, for every (i, k); why a sample has none goes to `failed`."""
+        """Score frame k of sample i, for every (i, k); reasons for failures go to `failed`."""
         parts = [torch.zeros(0, len(self.spec.dims))]
         for start in range(0, len(places), self.at_once):
             some = places[start : start + self.at_once]
@@ -94,12 +95,12 @@ class PerFrame(RewardModel, Loadable):
 def _pictures(
     batch: MediaBatch, rows: Sequence[int], pictures: Float[Tensor, "m 1 3 H W"]
 ) -> MediaBatch:
-    """Frames with what is known of the videos that they are from."""
+    """Return frames as a batch of images, with the prompts and metadata of their videos."""
     return replace(replace(batch, media=batch.media[:, :0]).take(rows), media=pictures)
 
 
 def _check(inner: RewardSpec, over: str, temperature: float | None) -> None:
-    """ValueError where frames cannot be scored, or pooled so."""
+    """Raise ValueError where the reward cannot score frames, or pooling is not defined this way."""
     if inner.modality == "video":
         raise ValueError(f"PerFrame needs a reward that scores images; {inner.name} does not")
     if "groups" in inner.needs:

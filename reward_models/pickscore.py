@@ -1,4 +1,4 @@
-"""PickScore: a CLIP model trained on which of two pictures people picked.
+"""Implements PickScore: a CLIP model trained on which of two images people picked.
 
 Source: Kirstain et al. 2023, arXiv:2305.01569v2, section 3.
 """
@@ -17,9 +17,9 @@ DIVISORS = {"none": 1, "divided by 26": 26}
 
 
 class PickScore(NetworkReward):
-    """exp(logit_scale) cos(image, text); a video scores the mean over its frames.
+    """Scores exp(logit_scale) cos(image, text); a video scores the mean over its frames.
 
-    The preference between pictures of one prompt is the softmax of their scores. Flow-GRPO divides
+    The preference between images of one prompt is the softmax of their scores. Flow-GRPO divides
     scores by 26 to bring them to about [0, 1]; ask for that with `normalisation`. `model` and
     `processor` (tokenizer and preprocessing) are Hugging Face folders or hub repositories.
     """
@@ -53,10 +53,10 @@ class PickScore(NetworkReward):
         self.model, self.processor = model, processor
 
     def read(self) -> Towers:
-        """Both towers."""
+        """Read both towers."""
         return read_hugging_face(self.model, self.processor)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """exp(logit_scale) cos(image, text), the mean over frames."""
+        """Compute exp(logit_scale) cos(image, text), averaged over frames."""
         cosine = cosines(self.network, batch, self.batch_size)[:, None]
         return self.network.scale * cosine / self.divisor

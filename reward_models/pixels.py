@@ -1,6 +1,6 @@
-"""Preprocessing of pixels for image encoders: one path of tensors, with a gradient.
+"""Preprocesses pixels for image encoders: one path of tensors, with a gradient.
 
-Published models were trained on pictures that PIL resized in 8 bits. `quantised=True` reproduces
+Published models were trained on images that PIL resized in 8 bits. `quantised=True` reproduces
 that: the value is rounded to 8 bits where PIL rounds it, the gradient passes straight through.
 """
 
@@ -29,10 +29,10 @@ def normalise(
 def resized(
     frames: Float[Tensor, "n 3 h w"], height: int, width: int, quantised: bool = False
 ) -> Float[Tensor, "n 3 height width"]:
-    """Antialiased bicubic resize.
+    """Resize by antialiased bicubic interpolation.
 
-    Quantised, values are those that PIL gives for the 8-bit picture: a tensor scores what its PNG
-    file scores.
+    Quantised values are those that PIL gives for the 8-bit image: a tensor scores the same as its
+    PNG file.
     """
     if quantised:
         return pil_resized(frames, height, width)
@@ -45,11 +45,11 @@ def resized(
 def pil_resized(
     frames: Float[Tensor, "n 3 h w"], height: int, width: int
 ) -> Float[Tensor, "n 3 height width"]:
-    """What PIL 13 gives for the 8-bit pictures, bit for bit; the gradient is the smooth resize's.
+    """Resize like PIL 13 does 8-bit images, bit for bit; the gradient is the smooth resize's.
 
-    Each axis in fixed point and rounded to 8 bits: columns first, but rows first where the height
-    shrinks by over twice as many pixels as the width. (PIL before 13 always began with columns: one
-    level away in some pixels of pictures more than twice as tall as wide.)
+    Each axis is resized in fixed point and rounded to 8 bits: columns first, but rows first where
+    the height shrinks by over twice as many pixels as the width. (PIL before 13 always began with
+    columns: one level away in some pixels of images more than twice as tall as wide.)
     """
     bits = (frames.detach() * 255).round().clamp(0, 255).double()
     shrinks = frames.shape[2] - height, frames.shape[3] - width
@@ -66,7 +66,7 @@ def pil_resized(
 
 
 _UNIT = 1 << 22
-"""What stands for 1 in PIL's 8-bit resize. All sums are integers that float64 holds exactly."""
+"""Fixed-point value of 1 in PIL's 8-bit resize; float64 holds all sums exactly, being integers."""
 
 
 def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
@@ -75,7 +75,7 @@ def _levels(sums: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 h w"]:
 
 @lru_cache(maxsize=64)
 def _weights(size_in: int, size_out: int) -> Float[Tensor, "size_out size_in"]:
-    """Keys' cubic with a = -1/2, stretched by the scale where that is above 1, in fixed point."""
+    """Return Keys' cubic (a = -1/2) in fixed point, stretched by the scale if that is above 1."""
     scale = size_in / size_out
     stretch = max(scale, 1.0)
     centre = (torch.arange(size_out, dtype=torch.float64)[:, None] + 0.5) * scale
@@ -117,5 +117,5 @@ def longest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "
 
 
 def per_frame(media: Float[Tensor, "n F 3 h w"], scores: Float[Tensor, "n*F"]) -> Tensor:
-    """Mean over the frames of each sample: how an image model scores a video."""
+    """Average over the frames of each sample, which is how an image model scores a video."""
     return scores.unflatten(0, media.shape[:2]).mean(1)

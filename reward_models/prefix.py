@@ -1,4 +1,4 @@
-"""Clips that a causal model has read before the prompt comes, for every prompt that follows."""
+"""Caches what a causal model has read of a clip, for every prompt that follows it."""
 
 import hashlib
 from collections import defaultdict
@@ -17,42 +17,46 @@ from reward_models.qwen2_vl import Chat, Qwen2VLReward
 K = TypeVar("K")
 V = TypeVar("V")
 Layer = tuple[Float[Tensor, "n heads L D"], Float[Tensor, "n heads L D"]]
-"""Keys and values."""
+"""Keys and values of one layer."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a network keeps of a clip and the text after it."""
+    """Holds a network's keys, values and head outputs for a clip and the text after it."""
 
     heads: Float[Tensor, "M d"]
-    """The head's output at each of M marks."""
+    """Output of the head at each of M marks."""
     layers: Sequence[Layer]
-    """Of the one clip."""
+    """Keys and values of every layer, for this clip alone."""
     last: Int[Tensor, "3 1"]
-    """Position of the last token, on three axes; a text token, whose successor has the next."""
+    """Position of the last token on three axes; it is a text token, so the next position is one
+    more."""
 
     @property
     def length(self) -> int:
-        """In tokens."""
+        """Return the length in tokens."""
         return self.layers[0][0].shape[2]
 
     def to(self, device: torch.device | str) -> "Read":
-        """The same on another device."""
+        """Return the same on another device."""
         layers = [(k.to(device), v.to(device)) for k, v in self.layers]
         return Read(self.heads.to(device), layers, self.last.to(device))
 
 
 def read(network: Qwen2VLReward, chats: Sequence[Chat], marks: Sequence[int]) -> list[Read]:
-    """What the network keeps of each chat about a video; all chats are of one length."""
+    """Read chats about a video, all of one length, and keep the keys, values and head outputs."""
     device = next(network.parameters()).device
     ids = torch.tensor([chat.ids for chat in chats], device=device)
     grid = torch.tensor([chat.grid for chat in chats], device=device)
     positions = _positions(network, ids, grid)
     pixels = torch.cat([chat.patches for chat in chats]).to(device)
     seen = network.backbone(
-        input_ids=ids, position_ids=positions, use_cache=True,
-        pixel_values_videos=pixels, video_grid_thw=grid,
-    )  # fmt: skip
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=True,
+        pixel_values_videos=pixels,
+        video_grid_thw=grid,
+    )
     heads = torch.stack([_head_at(network, seen, ids, mark) for mark in marks], 1)
     layers = [(layer.keys, layer.values) for layer in seen.past_key_values.layers]
     return [
@@ -64,7 +68,7 @@ def read(network: Qwen2VLReward, chats: Sequence[Chat], marks: Sequence[int]) ->
 def go_on(
     network: Qwen2VLReward, clips: Sequence[Read], texts: Sequence[Sequence[int]], mark: int
 ) -> Float[Tensor, "n d"]:
-    """The head's output at the mark of the text that follows each clip; clips of one length.
+    """Return the head's output at the mark in the text after each clip; all clips have one length.
 
     Padding comes last, where causal attention never looks.
     """
@@ -77,20 +81,22 @@ def go_on(
     ]
     start = torch.stack([clip.last for clip in clips], 1) + 1
     seen = network.backbone(
-        input_ids=ids, position_ids=start + torch.arange(ids.shape[1], device=device),
-        past_key_values=DynamicCache(layers), use_cache=True,
-    )  # fmt: skip
+        input_ids=ids,
+        position_ids=start + torch.arange(ids.shape[1], device=device),
+        past_key_values=DynamicCache(layers),
+        use_cache=True,
+    )
     return _head_at(network, seen, ids, mark)
 
 
 def digest(chat: Chat) -> str:
-    """Equal for chats about equal clips."""
+    """Return a digest that is equal for chats about equal clips."""
     content = chat.patches.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return f"{chat.grid} {hashlib.sha256(content.data).hexdigest()}"
 
 
 def alike(items: Mapping[K, V], size: Callable[[V], int]) -> list[list[K]]:
-    """The keys of items of one size together, sizes in the order in which they come."""
+    """Group the keys by the size of their items; sizes stay in order of first appearance."""
     groups: dict[int, list[K]] = defaultdict(list)
     for key, item in items.items():
         groups[size(item)].append(key)
@@ -100,7 +106,7 @@ def alike(items: Mapping[K, V], size: Callable[[V], int]) -> list[list[K]]:
 def _head_at(
     network: Qwen2VLReward, seen: Any, ids: Int[Tensor, "n L"], mark: int
 ) -> Float[Tensor, "n d"]:
-    """The head's output where each row has the mark."""
+    """Return the head's output at the position of the mark in each row."""
     places = (ids == mark).int().argmax(1)
     rows = torch.arange(len(ids), device=ids.device)
     return network.head(seen.last_hidden_state[rows, places].float())

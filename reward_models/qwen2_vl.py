@@ -1,7 +1,8 @@
-"""Qwen2-VL as the backbone of a reward: native classes, a head beside them, tensors in.
+"""Builds Qwen2-VL as the backbone of a reward: native classes, a separate head, tensors in.
 
-Published rewards subclass the language model, which in transformers 5 loads no text weights and
-says so only in a printed table; here the head is a part of its own and every key is accounted for.
+Published rewards subclass the language model. Under transformers 5 such a class loads no text
+weights and says so only in a printed table; here the head is a module of its own and every key is
+accounted for.
 """
 
 import math
@@ -27,31 +28,32 @@ from reward_models.pixels import normalise
 PositionMode = Literal["sequential", "mrope"]
 Dtype = Literal["float32", "bfloat16"]
 PATCH, MERGE, PAIR = 14, 2, 2
-"""Pixels of a patch's side, patches of a token's side, frames of a patch."""
+"""Pixels per side of a patch, patches per side of a token, frames per patch."""
 KEYS = (
     (r"^model\.", "backbone.language_model."),
     (r"^visual\.", "backbone.visual."),
     (r"^rm_head\.", "head."),
 )
-"""From the names of transformers 4.45, in which these checkpoints were written."""
+"""Maps the names of transformers 4.45, in which these checkpoints were written, to those used
+here."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """One user's turn about one picture or video."""
+    """Holds one user turn about one image or video."""
 
     ids: list[int]
     patches: Float[Tensor, "N D"]
     grid: tuple[int, int, int]
-    """Frame pairs, and patches down and across."""
+    """Number of frame pairs, patch rows and patch columns."""
 
 
 class Qwen2VLReward(nn.Module):
-    """A Qwen2-VL without its vocabulary head, and a reward head on the marked positions.
+    """Combines a Qwen2-VL without its vocabulary head with a reward head on the marked positions.
 
-    VideoReward and HPSv3 were trained with positions that count tokens (`sequential`), because
-    they hand their own embeddings to the language model; `mrope` is Qwen2-VL's scheme of three
-    axes, which gives other scores.
+    VideoReward and HPSv3 were trained with positions that count tokens (`sequential`), because they
+    hand their own embeddings to the language model; `mrope` is Qwen2-VL's scheme of three axes,
+    which gives other scores.
     """
 
     def __init__(self, config: Qwen2VLConfig, head: nn.Module, position_mode: PositionMode):
@@ -63,7 +65,7 @@ class Qwen2VLReward(nn.Module):
     def forward(
         self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
     ) -> Float[Tensor, "n M d"]:
-        """The head's output where each of the M marks stands; every chat has each of them once.
+        """Return the head's output at each of the M marks, which every chat contains once.
 
         Padding comes last, where causal attention never looks, so there is no mask.
         """
@@ -91,7 +93,7 @@ class Qwen2VLReward(nn.Module):
 
 
 def read_base(source: str, tokens: Sequence[str]) -> tuple[Qwen2VLConfig, Qwen2Tokenizer]:
-    """The architecture and the tokenizer of a base model, with further special tokens.
+    """Read the architecture and the tokenizer of a base model, and add special tokens.
 
     Raises:
         ValueError: where the folder or hub repository lacks a file or is no Qwen2-VL.
@@ -109,7 +111,7 @@ def read_base(source: str, tokens: Sequence[str]) -> tuple[Qwen2VLConfig, Qwen2T
 
 
 def text_config(config: Qwen2VLConfig) -> Qwen2VLTextConfig:
-    """That of the language model."""
+    """Return the configuration of the language model."""
     if not isinstance(config.text_config, Qwen2VLTextConfig):
         raise ValueError("the configuration has no language model")
     return config.text_config
@@ -123,7 +125,10 @@ def assemble(
     position_mode: PositionMode = "sequential",
     dtype: Dtype = "float32",
 ) -> Qwen2VLReward:
-    """The network with exactly these weights of 4.45-era names; the head stays in float32."""
+    """Build the network with exactly these weights, named by transformers 4.45.
+
+    The head stays in float32.
+    """
     with without_memory():
         network = Qwen2VLReward(config, head(text_config(config).hidden_size), position_mode)
     cast = {
@@ -135,7 +140,7 @@ def assemble(
 
 
 def checked_options(position_mode: str, dtype: str) -> None:
-    """ValueError where an option is not one of those there are."""
+    """Raise ValueError where an option has an unknown value."""
     for name, value, allowed in (
         ("position_mode", position_mode, get_args(PositionMode)),
         ("dtype", dtype, get_args(Dtype)),
@@ -145,7 +150,7 @@ def checked_options(position_mode: str, dtype: str) -> None:
 
 
 def collected(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], dict[int, str]]:
-    """The chats of samples that can be asked about, and why the others cannot."""
+    """Return the chats of samples that can be asked about, and the reasons for the others."""
     chats: dict[int, Chat] = {}
     failed: dict[int, str] = {}
     for i in range(num):
@@ -157,10 +162,10 @@ def collected(num: int, chat: Callable[[int], Chat]) -> tuple[dict[int, Chat], d
 
 
 def filled(tokenizer: Qwen2Tokenizer, instruction: str, prompt: str) -> str:
-    """The instruction about this prompt.
+    """Insert the prompt into the instruction.
 
     Raises:
-        ValueError: for a prompt with special tokens, which would move what the model is asked.
+        ValueError: for a prompt with special tokens, which would change what the model is asked.
     """
     if found := [token for token in tokenizer.get_added_vocab() if token in prompt]:
         raise ValueError(f"its prompt contains the special token {found[0]}")
@@ -173,7 +178,7 @@ def chat_ids(
     modality: Literal["image", "video"],
     num_tokens: int,
 ) -> list[int]:
-    """Token ids of a user's turn, a picture or video before the text, answer about to begin."""
+    """Return token ids of a user turn, media before text, up to where the answer begins."""
     return tokenizer.encode(
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         f"<|vision_start|>{f'<|{modality}_pad|>' * num_tokens}<|vision_end|>{text}<|im_end|>\n"
@@ -184,13 +189,14 @@ def chat_ids(
 def fitted(
     height: int, width: int, fewest: int, most: int, side: int = PATCH * MERGE
 ) -> tuple[int, int]:
-    """Height and width, multiples of a token's side, whose area lies within the given pixels.
+    """Return height and width, multiples of a token's side, with an area within the pixel bounds.
 
-    The aspect ratio is kept as well as whole tokens allow. A picture whose area is between the two
-    once rounded is only rounded; else rounding is down to stay below `most`, up to reach `fewest`.
+    The aspect ratio is kept as well as whole tokens allow. An image whose rounded area lies between
+    `fewest` and `most` is only rounded; otherwise it is scaled and rounded down to stay below
+    `most`, or up to reach `fewest`.
 
     Raises:
-        ValueError: for a picture more than 200 times as long as wide.
+        ValueError: for an image more than 200 times as long as wide.
     """
     if max(height, width) > 200 * min(height, width):
         raise ValueError(f"{height}x{width} pixels: one side is over 200 times the other")
@@ -207,9 +213,9 @@ def fitted(
 def patched(
     frames: Float[Tensor, "T 3 h w"],
 ) -> tuple[Float[Tensor, "N D"], tuple[int, int, int]]:
-    """Fitted frames in [0, 1] normalised and cut in patches, those of one token in sequence.
+    """Normalise fitted frames in [0, 1] and cut them into patches, grouped by token.
 
-    One frame counts as two equal ones.
+    A single frame is repeated once.
     """
     x = normalise(frames)
     x = x.repeat(PAIR, 1, 1, 1) if len(x) == 1 else x
@@ -220,5 +226,5 @@ def patched(
 
 
 def num_tokens(grid: tuple[int, int, int]) -> int:
-    """How many tokens a grid of patches takes in the text."""
+    """Return the number of text tokens that a grid of patches occupies."""
     return math.prod(grid) // MERGE**2

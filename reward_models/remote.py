@@ -1,4 +1,4 @@
-"""A reward model behind `flowalign serve-reward`, used like any other."""
+"""Uses a reward model behind `flowalign serve-reward` like any other."""
 
 import json
 import os
@@ -27,12 +27,13 @@ _TRANSIENT = (429, 500, 502, 503, 504)
 
 
 class RemoteReward(RewardModel, Loadable):
-    """Asks a server for the scores of one of its models.
+    """Requests the scores of one of a server's models.
 
-    `dims` are those that the server names under /spec; `load` compares them. `8bit` pixels are
-    rounded as in an image file and travel four times faster. A request that fails is sent again
-    `retries` times, waiting longer each time; one that still fails makes its samples invalid, and
-    one that the server calls wrong raises ValueError. The token is read from the environment.
+    `dims` must be those that the server lists under /spec; `load` compares them. `8bit` pixels are
+    rounded like in an image file and travel four times faster. A request that fails is sent again
+    up to `retries` times, with growing delays; one that still fails makes its samples invalid, and
+    one that the server rejects raises ValueError. The token is read from the environment variable
+    `token_env`.
     """
 
     def __init__(
@@ -58,10 +59,13 @@ class RemoteReward(RewardModel, Loadable):
         self.batch_size, self.timeout, self.retries = batch_size, timeout, retries
         self.token_env = token_env
         self.spec = RewardSpec(
-            name=model or "remote", dims=tuple(dims), modality="any",
-            scale=(-torch.inf, torch.inf), licence="that of the server's model",
+            name=model or "remote",
+            dims=tuple(dims),
+            modality="any",
+            scale=(-torch.inf, torch.inf),
+            licence="that of the server's model",
             version=f"{url} {pixels}",
-        )  # fmt: skip
+        )
         self._loaded = False
 
     def load(self) -> None:
@@ -74,7 +78,7 @@ class RemoteReward(RewardModel, Loadable):
             return
         token = os.environ.get(self.token_env)
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        # a little longer than the server's deadline, so that its answer is heard
+        # a little longer than the server's deadline, so that its timeout message arrives
         self._server = _Connection(self.url, self.timeout + 2, headers)
         self._wait_until_ready()
         content = self._specs()
@@ -90,16 +94,19 @@ class RemoteReward(RewardModel, Loadable):
             )
         low, high = theirs["scale"]
         self.spec = RewardSpec(
-            name=self.spec.name, dims=self.spec.dims, modality=theirs["modality"],
+            name=self.spec.name,
+            dims=self.spec.dims,
+            modality=theirs["modality"],
             scale=(-torch.inf if low is None else low, torch.inf if high is None else high),
-            licence=theirs["licence"], needs=tuple(theirs["needs"]),
+            licence=theirs["licence"],
+            needs=tuple(theirs["needs"]),
             normalisation=theirs["normalisation"],
             version=f"{theirs['fingerprint']} {self.pixels}",
-        )  # fmt: skip
+        )
         self._loaded = True
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Scores in requests of `batch_size` samples; group-wise models get all at once."""
+        """Request scores of `batch_size` samples at a time; group-wise models get all at once."""
         self.load()
         failed = self.spec.screen(batch)
         good = [i for i in range(len(batch)) if i not in failed]
@@ -132,7 +139,7 @@ class RemoteReward(RewardModel, Loadable):
         return RewardOutput.build(self.spec, nothing, dict.fromkeys(range(len(batch)), reason))
 
     def _post(self, message: Sequence[Piece], count: int) -> RewardOutput | str:
-        """Scores, or why there are none this time. ValueError where asking again is no use."""
+        """Return scores, or why there are none yet; raise ValueError where a retry is useless."""
         try:
             status, content = self._server.ask("POST", "/score", message, CONTENT_TYPE)
         except (OSError, HTTPException) as error:
@@ -144,11 +151,11 @@ class RemoteReward(RewardModel, Loadable):
             return why
         try:
             return output_from_json(json.loads(content), self.spec, count)
-        except ValueError as error:  # cut short, or no JSON at all
-            return f"an answer that is none: {error}"
+        except ValueError as error:  # truncated, or not JSON
+            return f"an answer that cannot be read: {error}"
 
     def _wait_until_ready(self) -> None:
-        """Models load while the server already listens; ValueError when it takes too long."""
+        """Poll until the server has loaded its models; raise ValueError after `timeout`."""
         until = time.monotonic() + self.timeout
         while True:
             try:
@@ -174,7 +181,7 @@ class RemoteReward(RewardModel, Loadable):
 
 
 class _Connection:
-    """One connection to a server that is kept open, and opened again where it broke."""
+    """Keeps one connection to a server open, and reopens it where it broke."""
 
     def __init__(self, url: str, timeout: float, headers: dict[str, str]):
         parts = urlsplit(url)
@@ -185,7 +192,7 @@ class _Connection:
     def ask(
         self, method: str, path: str, body: Sequence[Piece] = (), content_type: str = ""
     ) -> tuple[int, bytes]:
-        """Status and content of the answer."""
+        """Send a request and return status and content of the answer."""
         headers = self.headers | {"content-length": str(sum(map(len, body)))}
         headers |= {"content-type": content_type} if body else {}
         idle = self.http.sock is not None
@@ -204,7 +211,7 @@ class _Connection:
     def _once(
         self, method: str, path: str, body: Sequence[Piece], headers: dict[str, str]
     ) -> tuple[int, bytes]:
-        with suppress(BrokenPipeError, ConnectionResetError):  # an answer may be there: too large
+        with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered: too large
             self.http.request(method, self.path + path, iter(body), headers)
         reply = self.http.getresponse()
         return reply.status, reply.read()

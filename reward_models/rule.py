@@ -1,4 +1,4 @@
-"""What rewards have in common that judge sample after sample by a rule, without a gradient."""
+"""Implements what rewards share that score sample after sample by a rule, without a gradient."""
 
 import importlib
 from abc import abstractmethod
@@ -13,25 +13,25 @@ from torch import Tensor
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 Verdict = tuple[Sequence[float], Mapping[str, Any]]
-"""The score of every dimension, and what else is worth telling."""
+"""Score of every dimension, and further findings for the extras."""
 
 
 class Unscorable(Exception):
-    """Why a rule says nothing about this sample. The text becomes the row's reason."""
+    """Raised where a rule cannot score a sample; the text becomes the sample's reason."""
 
 
 class RuleReward(RewardModel):
-    """A reward whose subclass judges one sample at a time; rows cannot touch each other."""
+    """Scores one sample at a time with a subclass's rule, so that rows are independent."""
 
     spec: RewardSpec
 
     @abstractmethod
     def judge(self, sample: MediaBatch) -> Verdict:
-        """The verdict on a batch of one that passed the screen. Unscorable where there is none."""
+        """Score a batch of one that passed the screen; raise Unscorable where the rule cannot."""
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Judge every sample that can be judged."""
+        """Score every sample that can be scored."""
         failed = self.spec.screen(batch)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
@@ -47,7 +47,7 @@ class RuleReward(RewardModel):
 
 
 def optional(module: str, extra: str) -> Any:
-    """A library that only some rewards need. ValueError naming the extra that installs it."""
+    """Import a library that only some rewards need; ValueError names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -55,11 +55,11 @@ def optional(module: str, extra: str) -> Any:
 
 
 def known(sample: MediaBatch) -> Mapping[str, Any]:
-    """The further columns of a batch of one."""
+    """Return the metadata of a batch of one."""
     return sample.metadata[0] if sample.metadata else {}
 
 
 def to_bytes(frames: Float[Tensor, "n 3 h w"]) -> UInt8[np.ndarray, "n h w 3"]:
-    """The 8-bit RGB pictures that libraries for pictures want, out of [0, 1]."""
+    """Convert images in [0, 1] to the 8-bit RGB arrays that image libraries take."""
     levels = (frames.detach().float().cpu() * 255).round().clamp(0, 255)
     return levels.to(torch.uint8).permute(0, 2, 3, 1).contiguous().numpy()

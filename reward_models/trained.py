@@ -1,4 +1,4 @@
-"""A reward model that `flowalign reward train` wrote, from its folder."""
+"""Loads a reward model that `flowalign reward train` wrote, from its folder."""
 
 import hashlib
 import json
@@ -23,9 +23,9 @@ class TrainedReward(NetworkReward):
 
     `units` of the scores: `z-score` over the training media, or `calibrated`, in which the
     difference of two scores is the log odds of a preference (rated dimensions: the units of the
-    ratings). `path` is the folder, or a hub repository. It may name classes of the packages in
-    `trusted` only: a class that a folder names is code that runs. `prefix` stands before the names
-    of its dimensions, for runs in which another reward has the same ones.
+    ratings). `path` is the folder, or a hub repository. It may name only classes of the packages in
+    `trusted`, because a class that a folder names is code that runs. `prefix` is put before the
+    names of its dimensions, for runs in which another reward has the same ones.
     """
 
     def __init__(
@@ -50,15 +50,20 @@ class TrainedReward(NetworkReward):
         self.path, dims = path, tuple(f"{prefix}{dim}" for dim in self.config["dims"])
         hashed = hashlib.sha256(described.read_bytes() + self.weights.read_bytes()).hexdigest()
         spec = RewardSpec(
-            name=self.config["name"], dims=dims, modality=self.config["modality"],
-            scale=(-float("inf"), float("inf")), licence=self.config["licence"],
-            differentiable=True, needs=("prompt",) if self.config["needs_prompt"] else (),
-            normalisation=units, version=hashed[:16],
-        )  # fmt: skip
+            name=self.config["name"],
+            dims=dims,
+            modality=self.config["modality"],
+            scale=(-float("inf"), float("inf")),
+            licence=self.config["licence"],
+            differentiable=True,
+            needs=("prompt",) if self.config["needs_prompt"] else (),
+            normalisation=units,
+            version=hashed[:16],
+        )
         super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
-        """The backbone and the head, every saved tensor accounted for.
+        """Read the backbone and the head; every saved tensor is accounted for.
 
         Raises:
             ValueError: the folder is damaged, or its backbone has other weights than in training.
@@ -86,7 +91,7 @@ class TrainedReward(NetworkReward):
         return whole
 
     def rate(self, batch: MediaBatch) -> Rated:
-        """Scores, and standard deviations of the dimensions that learned one."""
+        """Return scores, and standard deviations of the dimensions that learned one."""
         ratings = self.rater(self.backbone.embed(batch).to(self.device))
         values, deviation = self.rater.in_units(ratings, self.z_score)
         if deviation is not None:
@@ -103,9 +108,16 @@ def _config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise ValueError(f"{path} is not of the format {FORMAT!r}")
     wanted = (
-        "name", "dims", "modality", "licence", "needs_prompt", "backbone", "backbone_fingerprint",
-        "head", "uncertain",
-    )  # fmt: skip
+        "name",
+        "dims",
+        "modality",
+        "licence",
+        "needs_prompt",
+        "backbone",
+        "backbone_fingerprint",
+        "head",
+        "uncertain",
+    )
     if missing := [key for key in wanted if key not in config]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     for part in ("backbone", "head"):
@@ -115,7 +127,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _class_paths(value: Any) -> Iterator[str]:
-    """Every class that a description names, however deep."""
+    """Yield every class that a description names, at any depth."""
     if isinstance(value, Mapping):
         if "class_path" in value:
             yield str(value["class_path"])

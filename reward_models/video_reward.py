@@ -1,7 +1,7 @@
-"""VideoReward (VideoAlign): visual quality, motion quality and text alignment of a video.
+"""Implements VideoReward (VideoAlign): visual quality, motion quality and text alignment.
 
-Read from KwaiVGI/VideoAlign. Both published forms of a checkpoint are known: the whole PEFT model
-(`model.pth`), and an adapter with the other trained weights beside it, which needs the base
+Ported from KwaiVGI/VideoAlign. Both published forms of a checkpoint are supported: the whole PEFT
+model (`model.pth`), and an adapter with the other trained weights beside it, which needs the base
 model's.
 """
 
@@ -48,34 +48,40 @@ Normalisation = Literal["checkpoint", "published", "none"]
 INSTRUCTION = (Path(__file__).parent / "instructions" / "video_reward.txt").read_text()
 DIMS = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{dim}_reward|>" for dim in DIMS)
-"""Their order is part of the model: text after a token cannot change its score, so VQ and MQ do
-not depend on the prompt."""
+"""Special tokens whose order is part of the model: text after a token cannot change its score, so
+VQ and MQ do not depend on the prompt."""
 PUBLISHED = {
-    "VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811,
-    "TA_mean": 2.8105, "TA_std": 2.5121,
-}  # fmt: skip
+    "VQ_mean": 3.6757,
+    "VQ_std": 2.2476,
+    "MQ_mean": 1.1646,
+    "MQ_std": 1.3811,
+    "TA_mean": 2.8105,
+    "TA_std": 2.5121,
+}
 FEWEST_PIXELS = 128 * 28 * 28
-"""Of a frame; the most are in the checkpoint's configuration."""
+"""Minimum area of a frame in pixels; the maximum is in the checkpoint's configuration."""
 EXPECTED = {
     "data_config": {
-        "num_frames": None, "sample_type": "uniform", "eval_dim": list(DIMS),
+        "num_frames": None,
+        "sample_type": "uniform",
+        "eval_dim": list(DIMS),
         "prompt_template_type": "detailed_special",
     },
     "model_config": {"output_dim": 3, "use_special_tokens": True, "reward_token": "special"},
-}  # fmt: skip
-"""What is implemented here, of what a checkpoint's `model_config.json` could ask for."""
+}
+"""Values of a checkpoint's `model_config.json` that this implementation supports."""
 
 
 class VideoReward(NetworkReward):
-    """VQ, MQ, TA and their sum, Overall; each minus a mean and by a standard deviation.
+    """Scores VQ, MQ, TA and their sum, Overall; each is standardised by a mean and a deviation.
 
     `checkpoint` is a folder or hub repository with `model_config.json` and `checkpoint-<step>/`, of
     which the last step is read; `base` that of the Qwen2-VL it was trained from, where it is not
     the one the configuration names. `normalisation` takes the constants from the configuration, or
     those that were `published`, or leaves the raw scores.
 
-    What the model has read of the last `batch_size` clips is kept, keys and values of all their
-    tokens: VQ and MQ of such a clip are known, and another prompt costs only its TA.
+    The keys and values of all tokens of the last `batch_size` clips are cached: VQ and MQ of such a
+    clip are known, and another prompt costs only its TA.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -122,7 +128,7 @@ class VideoReward(NetworkReward):
         self._kept: dict[str, Read] = {}
 
     def read(self) -> nn.Module:
-        """Backbone with the adapter merged into it, and head."""
+        """Read the backbone, merge the adapter into it, and read the head."""
         folder = find_folder(self.checkpoint)
         self.config = read_config(folder / "model_config.json")
         self.constants = self._constants()
@@ -132,7 +138,7 @@ class VideoReward(NetworkReward):
         return assemble(architecture, _head, tensors, step, self.position_mode, self.dtype)
 
     def rate(self, batch: MediaBatch) -> Rated:
-        """The three scores of every video, and their sum."""
+        """Return the three scores of every video, and their sum."""
         chats, failed = collected(len(batch), lambda i: self._chat(batch, i))
         if not chats:
             return Rated(torch.full((len(batch), 4), torch.nan), None, failed)
@@ -142,7 +148,7 @@ class VideoReward(NetworkReward):
         return Rated(spread(scores, [*chats], len(batch)), None, failed)
 
     def _raw(self, chats: Mapping[int, Chat], shared: bool) -> Float[Tensor, "n 3"]:
-        """VQ and MQ of each clip, read once if `shared`, and TA of each prompt."""
+        """Return VQ and MQ of each clip, read once if `shared`, and TA of each prompt."""
         marks = self.tokenizer.get_added_vocab()
         *quality, alignment = [marks[token] for token in TOKENS]
         cut = {i: chat.ids.index(quality[-1]) + 1 for i, chat in chats.items()}
@@ -150,8 +156,9 @@ class VideoReward(NetworkReward):
         clips = {name: self._kept[name] for name in names.values() if name in self._kept}
         new = {
             names[i]: replace(chat, ids=chat.ids[: cut[i]])
-            for i, chat in chats.items() if names[i] not in clips
-        }  # fmt: skip
+            for i, chat in chats.items()
+            if names[i] not in clips
+        }
         for some in alike(new, lambda chat: len(chat.ids)):
             fresh = read(self.network, [new[name] for name in some], quality)
             clips |= zip(some, fresh, strict=True)
@@ -164,7 +171,7 @@ class VideoReward(NetworkReward):
     def _aligned(
         self, clips: Mapping[int, Read], texts: Mapping[int, list[int]], mark: int
     ) -> Float[Tensor, "n 3"]:
-        """The rows of clips, each followed by its text."""
+        """Return raw scores, one row per clip followed by its text."""
         rows: dict[int, Tensor] = {}
         for some in alike(clips, lambda clip: clip.length):
             said = go_on(self.network, [clips[i] for i in some], [texts[i] for i in some], mark)
@@ -174,7 +181,7 @@ class VideoReward(NetworkReward):
         return torch.stack([rows[i] for i in clips])
 
     def _constants(self) -> Float[Tensor, "2 3"]:
-        """Mean and standard deviation of each dimension."""
+        """Return mean and standard deviation of each dimension."""
         if self.normalisation == "none":
             return torch.tensor([[0.0] * 3, [1.0] * 3])
         published = self.normalisation == "published"
@@ -204,7 +211,7 @@ def _head(width: int) -> nn.Module:
 def resized_once(
     frames: Float[Tensor, "T 3 H W"], height: int, width: int
 ) -> Float[Tensor, "T 3 height width"]:
-    """Bicubic resize of 8-bit frames, rounded to 8 bits once; the gradient is that of the smooth.
+    """Resize 8-bit frames bicubically, rounding once; the gradient is that of the smooth resize.
 
     The original resizes video by torchvision, which sums in floating point; PIL rounds twice.
     """
@@ -215,7 +222,7 @@ def resized_once(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """A checkpoint's `model_config.json`. ValueError where it asks for what is not implemented."""
+    """Read a checkpoint's `model_config.json`; ValueError where it asks for unsupported values."""
     config = read_json(path)
     for part, expected in EXPECTED.items():
         for key, value in expected.items():
@@ -225,7 +232,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, dict[str, Tensor]]:
-    """The folder of the last step, and its weights under the base model's names."""
+    """Return the folder of the last step, and its weights under the base model's names."""
     steps = {int(p.name.split("-")[1]): p for p in folder.glob("checkpoint-*") if p.is_dir()}
     if not steps:
         raise ValueError(f"{folder} has no folder checkpoint-<step>")
@@ -239,7 +246,7 @@ def read_step(folder: Path, base: str, lora: Mapping[str, Any]) -> tuple[Path, d
     adapter = read_json(step / "adapter_config.json")
     if unknown := [key for key in _VARIANTS if adapter.get(key)]:
         raise ValueError(f"{step}/adapter_config.json: {unknown[0]} is not supported")
-    # In the order in which the original applies them: what was trained replaces the base model's.
+    # The original applies them in this order: trained weights replace the base model's.
     tensors = read_folder(base)
     for name in files:
         tensors |= _bare(read_tensors(step / name))
@@ -250,7 +257,7 @@ _VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules
 
 
 def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without what PEFT adds to names, but for `lora_A` and `lora_B`."""
+    """Remove what PEFT adds to names, except for `lora_A` and `lora_B`."""
     return renamed(
         tensors,
         [(r"^base_model\.model\.", ""), (r"\.base_layer\.", "."), (r"(lora_[AB])\.default", r"\1")],
@@ -260,7 +267,7 @@ def _bare(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def merged(
     tensors: Mapping[str, Tensor], rank: int, alpha: float, source: str | Path
 ) -> dict[str, Tensor]:
-    """W + alpha / rank * B A in place of every W that has a LoRA; the rest unchanged.
+    """Replace every W that has a LoRA by W + alpha / rank * B A, and keep the rest unchanged.
 
     Raises:
         ValueError: for a LoRA without its other half or its W, or of another rank or shape.

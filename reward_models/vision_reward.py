@@ -1,4 +1,4 @@
-"""VisionReward: checklists for images and videos with their released questions and weights.
+"""Builds VisionReward: checklists for images and videos with their released questions and weights.
 
 The judges of the paper (CogVLM2 fine-tuned on such questions, remote code for an old transformers)
 are not loaded here; any judge answers the lists. Two features of the release are kept: harmlessness
@@ -19,10 +19,13 @@ def vision_reward_image(
     alignment: RewardModel | Literal["judge", "omit"],
     answers: Answers = "hard",
 ) -> Checklist:
-    """27 questions about an image, 10 of them conditional, and an alignment reward (VQAScore)."""
+    """Build 27 questions about an image, 10 of them conditional, and an alignment reward.
+
+    The alignment reward of the release is VQAScore.
+    """
     return Checklist(judge, "vision_reward_image", answers, alignment)
 
 
 def vision_reward_video(judge: YesNoJudge, answers: Answers = "hard") -> Checklist:
-    """29 questions about a video, three of them about its prompt."""
+    """Build 29 questions about a video, three of them about its prompt."""
     return Checklist(judge, "vision_reward_video", answers)

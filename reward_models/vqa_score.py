@@ -1,4 +1,4 @@
-"""VQAScore: the probability of yes to the question whether a figure shows the prompt."""
+"""Implements VQAScore: P(yes) to the question whether a figure shows the prompt."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ from reward_models.pixels import CLIP_MEAN, normalise, resized
 from reward_models.yes_no import Dtype, YesNoJudge
 
 QUESTION = 'Does this figure show "[[prompt]]"? Please answer yes or no.'
-"""`[[prompt]]` stands for the sample's prompt."""
+"""Question to the judge; `[[prompt]]` stands for the sample's prompt."""
 _SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions. USER: "
@@ -47,19 +47,19 @@ _RENAMES = (
     (r"^vision_tower\.vision_tower\.vision_model\.", "vision."),
 )
 _ALIASES = (r"t5\.embed_tokens\.weight", r"vision\.embeddings\.position_ids")
-"""The word embedding under one more name, and a buffer of old versions."""
+"""Unused keys: the word embedding under one more name, and a buffer of old versions."""
 _TIED = ("t5.encoder.embed_tokens.weight", "t5.decoder.embed_tokens.weight", "t5.lm_head.weight")
-"""The word embedding where a file does not bring them. That of FlanT5 brings a head of its own,
-which transformers would tie all the same; loading by assignment keeps them apart."""
+"""Names that get the word embedding where a file does not bring them. FlanT5's file brings a head
+of its own, which transformers would tie all the same; loading by assignment keeps them apart."""
 
 
 def asked(questions: Sequence[str], prompt: str) -> list[str]:
-    """The questions with the prompt where they say `[[prompt]]`."""
+    """Return the questions with the prompt in place of `[[prompt]]`."""
     return [question.replace("[[prompt]]", prompt) for question in questions]
 
 
 class VQAScore(RewardModel, Loadable):
-    """P(yes) of a judge to whether the picture or video shows the prompt."""
+    """Scores a judge's P(yes) that the image or video shows the prompt."""
 
     def __init__(self, judge: YesNoJudge, question: str = QUESTION):
         if "[[prompt]]" not in question:
@@ -97,12 +97,13 @@ class VQAScore(RewardModel, Loadable):
 
 
 class ClipFlanT5(NetworkReward):
-    """VQAScore's own model: CLIP patches, projected by two layers, among the words T5 reads.
+    """Scores with VQAScore's own model: projected CLIP patches among the words that T5 reads.
 
-    The score is the geometric mean of the probabilities of the two tokens of "Yes" (word and end),
-    given the question in the chat that the model was tuned on. `source` is a folder or repository
-    such as `zhiqiulin/clip-flant5-xxl`, whose weights include the image encoder; `vision` says only
-    how large that is, where the configuration's `mm_vision_tower` should not be asked.
+    Two layers project the patches. The score is the geometric mean of the probabilities of the two
+    tokens of "Yes" (word and end), given the question in the chat that the model was tuned on.
+    `source` is a folder or repository such as `zhiqiulin/clip-flant5-xxl`, whose weights include
+    the image encoder; `vision` gives only that encoder's configuration, where the one named by
+    `mm_vision_tower` should not be used.
     """
 
     network: "_ClipT5"
@@ -133,7 +134,7 @@ class ClipFlanT5(NetworkReward):
         super().__init__(spec, device, batch_size, offload)
 
     def read(self) -> nn.Module:
-        """The three parts, every key of the checkpoint accounted for."""
+        """Read T5, image encoder and projector; every key of the checkpoint is accounted for."""
         config = read_json(find_file(self.source, "config.json"))
         if {name: config.get(name) for name in _LAYOUT} != _LAYOUT:
             raise ValueError(f"the configuration of {self.source} must say {_LAYOUT}")
@@ -152,19 +153,22 @@ class ClipFlanT5(NetworkReward):
         return network
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
-        """Probability of yes, differentiable in the pixels."""
+        """Compute the probability of yes, differentiable in the pixels."""
         pixels = padded_square(batch.media[:, 0].to(self.device), self.network.image_size)
-        before, after = self._words(_SYSTEM), [
-            self._words(f"\n{text} ASSISTANT: ")
-            for text in (asked([QUESTION], prompt)[0] for prompt in batch.prompts)
-        ]  # fmt: skip
+        before, after = (
+            self._words(_SYSTEM),
+            [
+                self._words(f"\n{text} ASSISTANT: ")
+                for text in (asked([QUESTION], prompt)[0] for prompt in batch.prompts)
+            ],
+        )
         answer = self._words("Yes")
         logits = self.network(pixels.to(self.dtype), before, after, answer)
         log_p = logits.float().log_softmax(-1)
         return log_p[:, torch.arange(len(answer)), answer].mean(1, keepdim=True).exp()
 
     def _words(self, text: str) -> Tensor:
-        """Tokens of one piece, with the end token that every piece gets, also before the image."""
+        """Tokenise one piece, with the end token that every piece gets, also before the image."""
         return torch.tensor(self.tokenizer(text)["input_ids"], device=self.device)
 
 
@@ -178,7 +182,9 @@ class _ClipT5(nn.Module):
             nn.Linear(vision.hidden_size, width), nn.GELU(), nn.Linear(width, width)
         )
         if not isinstance(vision.image_size, int):
-            raise ValueError(f"the image encoder reads {vision.image_size}; it must be squares")
+            raise ValueError(
+                f"image_size of the image encoder is {vision.image_size}; it must be one number"
+            )
         self.image_size = vision.image_size
 
     def forward(
@@ -188,7 +194,7 @@ class _ClipT5(nn.Module):
         after: Sequence[Tensor],
         answer: Tensor,
     ) -> Float[Tensor, "n answer vocabulary"]:
-        """Logits of the answer's tokens; the image stands between the words before and after."""
+        """Compute logits of the answer's tokens; the image stands between `before` and `after`."""
         hidden = self.vision(pixels, output_hidden_states=True).hidden_states[-2][:, 1:]
         image, embed = self.mm_projector(hidden), self.t5.shared
         first = embed(before).expand(len(pixels), -1, -1)
@@ -204,7 +210,7 @@ class _ClipT5(nn.Module):
 
 
 def padded_square(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
-    """Padded to a square with the mean colour in 8 bits, resized as PIL does, and normalised."""
+    """Pad to a square with the mean colour in 8 bits, resize in PIL's arithmetic, and normalise."""
     height, width = frames.shape[-2:]
     side = max(height, width)
     top, left = (side - height) // 2, (side - width) // 2

@@ -1,4 +1,4 @@
-"""Judges that answer questions about pictures and videos with the probability of yes."""
+"""Implements judges that answer questions about images and videos with the probability of yes."""
 
 from abc import abstractmethod
 from collections import defaultdict
@@ -31,28 +31,28 @@ class YesNoJudge(Loadable):
     """Answers any question about media by yes or no, with a probability."""
 
     version: str
-    """Its weights and settings; enters the fingerprint of rewards that use it."""
+    """Identifies its weights and settings; enters the fingerprint of rewards that use it."""
     video_needs: tuple[Literal["fps"], ...] = ()
-    """What a batch of videos must bring besides its media."""
+    """Fields that a batch of videos must bring besides its media."""
 
     @abstractmethod
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """P(yes) for the questions about each sample; NaN where the judge gave no answer."""
+        """Return P(yes) for the questions about each sample; NaN where the judge gave no answer."""
 
 
 class QwenYesNo(YesNoJudge):
-    """A Qwen2-VL, Qwen2.5-VL or Qwen3-VL on this machine.
+    """Runs a Qwen2-VL, Qwen2.5-VL or Qwen3-VL on this machine as a judge.
 
     P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
     space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
     `max_pixels`; of a video, about `fps` frames per second are seen, at most `max_frames`. A
     question with a special token in it, say from a prompt, is not answered.
 
-    All questions about a sample share its prefix: system prompt and vision tokens are computed
-    once per `ask`, and the questions follow on the cached keys, packed into one row in which a
-    question attends to the prefix and to itself.
+    All questions about a sample share its prefix: system prompt and vision tokens are computed once
+    per `ask`, and the questions follow on the cached keys, packed into one row in which a question
+    attends to the prefix and to itself.
     """
 
     video_needs: tuple[Literal["fps"], ...] = ("fps",)
@@ -86,7 +86,7 @@ class QwenYesNo(YesNoJudge):
         self._loaded = False
 
     def load(self) -> None:
-        """Read tokenizer and weights, once. ValueError where they are not a judge's."""
+        """Read tokenizer and weights, once; raise ValueError where they are not a judge's."""
         if self._loaded:
             return
         folder = find_folder(self.source, ("*.json", "*.txt", "*.jinja", "*.safetensors"))
@@ -101,7 +101,7 @@ class QwenYesNo(YesNoJudge):
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """P(yes), `batch_size` samples with equally many frames at a time."""
+        """Return P(yes), computed for `batch_size` samples of equal frame counts at a time."""
         self.load()
         answers = torch.empty(len(batch), len(questions[0]))
         alike: dict[int, list[int]] = defaultdict(list)
@@ -135,24 +135,28 @@ class QwenYesNo(YesNoJudge):
         )
 
     def _tail(self, question: str) -> list[int]:
-        """What follows the media. A special token ends the prefix, so tokens do not cross."""
+        """Tokenise the text after the media; no token crosses the special token between them."""
         text = self._prompt("image", question).partition(_VISION_END)[2]
         return self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _prefix(
         self, batch: MediaBatch, rows: Sequence[int], frames: Sequence[Sequence[int]]
     ) -> dict[str, Any]:
-        """Inputs up to the end of the media, of one length for all rows."""
+        """Return the inputs up to the end of the media, of one length for all rows."""
         media = [self._shrunk(batch.media[i, list(f)]) for i, f in zip(rows, frames, strict=True)]
         kind = "image" if batch.media.shape[1] == 1 else "video"
         text = "".join(self._prompt(kind, "").partition(_VISION_END)[:2])
         given: dict[str, Any] = {"images": [clip[0] for clip in media]}
         if kind == "video":
             total = batch.media.shape[1]
-            given = {"videos": media, "video_metadata": [
-                VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
-                for i, f in zip(rows, frames, strict=True)
-            ], "do_sample_frames": False}  # fmt: skip
+            given = {
+                "videos": media,
+                "video_metadata": [
+                    VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
+                    for i, f in zip(rows, frames, strict=True)
+                ],
+                "do_sample_frames": False,
+            }
         inputs = self.processor(
             text=[text] * len(rows), do_resize=False, do_rescale=False, return_tensors="pt", **given
         )
@@ -198,31 +202,33 @@ class QwenYesNo(YesNoJudge):
 
 @dataclass(frozen=True)
 class Packed:
-    """The questions of each sample one after the other in a row of T tokens."""
+    """Packs the questions of each sample one after the other into a row of T tokens."""
 
     tokens: Int[Tensor, "n T"]
     owner: Int[Tensor, "n T"]
-    """Which question a token belongs to; -1 is padding."""
+    """Index of the question that a token belongs to; -1 is padding."""
     offset: Int[Tensor, "n T"]
-    """How far a token is from the first of its question."""
+    """Distance of a token from the first token of its question."""
     last: Int[Tensor, "n questions"]
-    """Where each question ends."""
+    """Index of each question's last token."""
 
     def mask(self, prefix: int) -> Bool[Tensor, "n 1 T L"]:
-        """What a token may attend to: the whole prefix, and its own question up to itself."""
+        """Return the attention mask: the whole prefix, and a token's own question up to itself."""
         own = (self.owner[:, :, None] == self.owner[:, None, :]).tril()
         return torch.cat([own.new_ones(*own.shape[:2], prefix), own], dim=2)[:, None]
 
     def to(self, device: torch.device) -> "Packed":
-        """The same on another device."""
+        """Return the same on another device."""
         return Packed(
-            self.tokens.to(device), self.owner.to(device),
-            self.offset.to(device), self.last.to(device),
-        )  # fmt: skip
+            self.tokens.to(device),
+            self.owner.to(device),
+            self.offset.to(device),
+            self.last.to(device),
+        )
 
 
 def pack(questions: Sequence[Sequence[Sequence[int]]]) -> Packed:
-    """Tokens of every question of every sample, shorter rows padded on the right."""
+    """Pack the tokens of every question of every sample, padding shorter rows on the right."""
 
     def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
         return pad_sequence([torch.tensor(r) for r in rows], True, value)
@@ -237,7 +243,7 @@ def pack(questions: Sequence[Sequence[Sequence[int]]]) -> Packed:
 def answer_tokens(
     tokenizer: PreTrainedTokenizerBase, word: str, canonical: bool = True
 ) -> list[int]:
-    """Tokens that say the word, in any spelling or only capitalised.
+    """Return the tokens that say the word, in any spelling or only capitalised.
 
     Raises:
         ValueError: where no spelling is one token.
@@ -264,12 +270,15 @@ def _read_processor(folder: Path) -> Any:
 
 
 def _read_network(folder: Path, dtype: torch.dtype) -> Any:
-    """The native class: a subclass would lose its language model when old keys are renamed."""
+    """Load the native class: a subclass would lose its language model when old keys are renamed."""
     try:
         loaded: Any = AutoModelForImageTextToText.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", use_safetensors=True,
+            folder,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
             output_loading_info=True,
-        )  # fmt: skip
+        )
         network, info = loaded
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(

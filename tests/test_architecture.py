@@ -57,7 +57,9 @@ def test_the_measure_finds_what_is_too_large():
     wide = f"def wide(self, {names}): ...\n"
     crowd = "class Crowd:\n" + "".join(f"    def m{i}(self): ...\n" for i in range(17))
     assert over_budget(long + wide + crowd) == [
-        "long: 46 lines", "wide: 9 parameters", "Crowd: 17 methods",
-    ]  # fmt: skip
+        "long: 46 lines",
+        "wide: 9 parameters",
+        "Crowd: 17 methods",
+    ]
     assert over_budget("x = 1\n" * 301) == ["file: 301 lines"]
     assert over_budget("def fine(self, a, b, c, d, e, f, g, h): ...\n") == []

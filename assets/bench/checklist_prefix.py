@@ -1,9 +1,10 @@
-"""Measures what sharing the prefix of a picture gains: 28 questions about it, together and singly.
+"""Measure what sharing an image's prefix gains: 28 questions about it, together and singly.
 
     python assets/bench/checklist_prefix.py [pixels of a side] [repetitions]
 
-A random Qwen2.5-VL of a few layers, one thread, float32. Singly is the bare forward of every full
-prompt, media prepared beforehand; together is the judge with everything that it does.
+The model is a random Qwen2.5-VL of a few layers, on one thread, in float32. Singly is the bare
+forward of every full prompt, media prepared beforehand; together is the judge with everything that
+it does.
 """
 
 import statistics
@@ -24,17 +25,23 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.fixtures.tiny_qwen import WORDS, build_judge
 
 TEXT = {
-    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "head_dim": 64,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]},
-}  # fmt: skip
+}
 VISION = {
-    "hidden_size": 128, "intermediate_size": 352, "num_heads": 4, "out_hidden_size": 256,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_heads": 4,
+    "out_hidden_size": 256,
     "window_size": 112,
-}  # fmt: skip
+}
 
 
 def main(side: int = 560, repetitions: int = 3) -> dict[str, float]:
-    """Seconds of both ways, the largest difference of their answers, and tokens of each part."""
+    """Return seconds of both ways, the largest difference of answers, and numbers of tokens."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         questions = read_sheet("vision_reward_image").questions[2:]
@@ -64,7 +71,7 @@ def main(side: int = 560, repetitions: int = 3) -> dict[str, float]:
 
 
 def full_prompts(source: Path, batch: MediaBatch, questions: list[str]) -> list[dict]:
-    """Inputs of one forward pass for every question."""
+    """Return the inputs of one forward pass per question."""
     processor = AutoProcessor.from_pretrained(source)
     prompts = []
     for question in questions:
@@ -78,14 +85,14 @@ def full_prompts(source: Path, batch: MediaBatch, questions: list[str]) -> list[
 
 
 def forward_each(model: torch.nn.Module, judge: QwenYesNo, prompts: list[dict]) -> torch.Tensor:
-    """P(yes) of every full prompt."""
+    """Return P(yes) of every full prompt."""
     rows = [model(**prompt, logits_to_keep=1, use_cache=False).logits[0, -1] for prompt in prompts]
     yes, no = (torch.stack(rows)[:, ids].logsumexp(1) for ids in (judge.yes, judge.no))
     return (yes - no).sigmoid()
 
 
 def timed(work: Callable[[], torch.Tensor], repetitions: int) -> tuple[float, torch.Tensor]:
-    """Median seconds after one warm-up, and what the work returned."""
+    """Return median seconds after one warm-up, and what the work returned."""
     seconds = []
     for _ in range(repetitions + 1):
         start = time.perf_counter()

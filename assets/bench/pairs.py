@@ -1,10 +1,10 @@
-"""Times `flowalign pairs` on a table of scores that yields so many pairs, and its memory.
+"""Time `flowalign pairs` and its memory on a table of scores that yields this many pairs.
 
 `python assets/bench/pairs.py [--pairs 100000] [--media 4] [--rule gap]`
 
-Every prompt has `--media` pictures of 8 x 8 pixels, each a file of its own, so that the time
-includes looking whether files are there, whether two are equal, and whether they are of one size.
-Prints seconds and peak memory of the verb, run in a process of its own.
+Every prompt has `--media` images of 8 x 8 pixels, each a file of its own, so that the time includes
+the checks whether files exist, whether two are equal, and whether they have one size. Prints
+seconds and peak memory of the verb, run in a process of its own.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SIDE = 8
 
 
 def png(draw: random.Random) -> bytes:
-    """A picture of random colours."""
+    """Return a PNG image of random colours."""
     rows = b"".join(b"\0" + draw.randbytes(3 * SIDE) for _ in range(SIDE))
     header = struct.pack(">IIBBBBB", SIDE, SIDE, 8, 2, 0, 0, 0)
     parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b""))
@@ -38,7 +38,7 @@ def png(draw: random.Random) -> bytes:
 
 
 def table(folder: Path, prompts: int, media: int) -> Path:
-    """A table as `flowalign score` writes it, and its pictures."""
+    """Write a table as `flowalign score` does, and its images; return the table's path."""
     draw = random.Random(0)
     rows = []
     for k in range(prompts):
@@ -46,11 +46,20 @@ def table(folder: Path, prompts: int, media: int) -> Path:
         for i in range(media):
             path = folder / f"{k // 1000}" / f"{k}-{i}.png"
             path.write_bytes(png(draw))
-            rows.append({
-                "record": f"{k}", "medium": i, "prompt": f"prompt number {k}", "path": str(path),
-                "reason": None, "fingerprint": "bench", "beauty": draw.gauss(5, 1),
-                "beauty_valid": True, "alignment": draw.gauss(0, 1), "alignment_valid": True,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "record": f"{k}",
+                    "medium": i,
+                    "prompt": f"prompt number {k}",
+                    "path": str(path),
+                    "reason": None,
+                    "fingerprint": "bench",
+                    "beauty": draw.gauss(5, 1),
+                    "beauty_valid": True,
+                    "alignment": draw.gauss(0, 1),
+                    "alignment_valid": True,
+                }
+            )
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "scores.parquet")
     return folder / "scores.parquet"
 
@@ -66,19 +75,34 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = table(Path(folder), math.ceil(args.pairs / per_prompt), args.media)
         command = [
-            sys.executable, "-m", "flowalign", "pairs", str(path), "--rule", args.rule,
-            "--weights", "beauty=1", "alignment=0.5", "--stages", "5", "--out", f"{folder}/pairs",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "flowalign",
+            "pairs",
+            str(path),
+            "--rule",
+            args.rule,
+            "--weights",
+            "beauty=1",
+            "alignment=0.5",
+            "--stages",
+            "5",
+            "--out",
+            f"{folder}/pairs",
+        ]
         start = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         seconds = time.perf_counter() - start
         summary = json.loads((Path(folder) / "pairs" / "summary.json").read_text())
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     figures = {
-        "pairs": summary["pairs"], "media": summary["media"], "seconds": round(seconds, 1),
+        "pairs": summary["pairs"],
+        "media": summary["media"],
+        "seconds": round(seconds, 1),
         "processor_seconds": round(usage.ru_utime + usage.ru_stime, 1),
-        "peak_mebibytes": round(usage.ru_maxrss / 1024), "dropped_pairs": summary["dropped_pairs"],
-    }  # fmt: skip
+        "peak_mebibytes": round(usage.ru_maxrss / 1024),
+        "dropped_pairs": summary["dropped_pairs"],
+    }
     print(json.dumps(figures, indent=2))  # noqa: T201
 
 

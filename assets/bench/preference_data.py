@@ -1,11 +1,12 @@
-"""Share of a step's time that training on cached pairs waits for its data.
+"""Measure the share of a step's time that training on cached pairs waits for its data.
 
 `python assets/bench/preference_data.py [--pictures 2048] [--prompts 256] [--step 0.5]`
 
-A cache as of SD3.5 at 512 pixels: latents of 16 x 64 x 64, mirrored too, and 154 x 4096 numbers a
-prompt, in bfloat16 unless told otherwise. A step takes 32 pairs of a random order, every other one
-mirrored; a wait of `--step` seconds stands for networks on an accelerator. `--busy` computes on the
-processor instead, which then serves both. The first batch, which nothing hides, counts too.
+The cache has the sizes of SD3.5 at 512 pixels: latents of 16 x 64 x 64, mirrored too, and 154 x
+4096 numbers a prompt, in bfloat16 unless told otherwise. A step takes 32 pairs of a random order,
+every other one mirrored; a wait of `--step` seconds stands for networks on an accelerator. `--busy`
+computes on the processor instead, which then serves both. The first batch, which nothing hides,
+counts too.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowalign.data.latents.encode_once import Latents, Texts
+from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import Order
 from flowalign.media.media import Media
@@ -28,18 +29,18 @@ LATENT, TEXT = (16, 64, 64), (154, 4096)
 
 
 class Wide(PixelPolicy):
-    """Latents and embeddings of the sizes of SD3.5, made at no cost."""
+    """Makes latents and embeddings of the sizes of SD3.5 at no cost."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
         self.dtype = dtype
 
     def embed(self, media: Tensor) -> Tensor:
-        """Noise."""
+        """Return noise that depends on the image's mean."""
         return media.mean((1, 2, 3, 4)).reshape(-1, 1, 1, 1) + torch.rand(len(media), *LATENT)
 
     def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Noise."""
+        """Return noise of the sizes of SD3.5's embeddings."""
         return {
             "text": torch.rand(len(prompts), *TEXT).to(self.dtype),
             "pooled": torch.rand(len(prompts), 2048).to(self.dtype),
@@ -47,13 +48,13 @@ class Wide(PixelPolicy):
 
 
 def media(count: int) -> list[Media]:
-    """Pictures of one pixel, all different."""
+    """Return images of one pixel, all different."""
     header = b"P6 1 1 255\n"
     return [Media(data=header + bytes([k % 256, k // 256 % 256, k // 65536])) for k in range(count)]
 
 
 def compute(seconds: float, busy: bool) -> None:
-    """What a step does beside its data."""
+    """Spend the time of a step's computation."""
     if not busy:
         time.sleep(seconds)
         return
@@ -63,11 +64,14 @@ def compute(seconds: float, busy: bool) -> None:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Seconds of the parts of a step, and the share of them spent waiting."""
+    """Return seconds of the parts of a step, and the share of them spent waiting."""
     dtype = getattr(torch, args.dtype)
     policy, pictures = Wide(dtype), media(args.pictures)
     prompts = [f"prompt {k}" for k in range(args.prompts)]
-    latents, texts = Latents(policy, folder, dtype, batch=32), Texts(policy, folder)
+    latents, texts = (
+        LatentCache(policy, folder, dtype, batch=32),
+        PromptEmbeddingCache(policy, folder),
+    )
     start = time.perf_counter()
     latents.prepare(pictures, flips=True)
     texts.prepare(prompts)
@@ -99,7 +103,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print what was measured, as JSON; exit code 1 where waiting takes 5 % or more."""
+    """Print the measurements as JSON; exit with code 1 if waiting takes 5 % or more."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pictures", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=256)

@@ -1,10 +1,10 @@
-"""Times a scoring job against the bare forward of its model at the same batch.
+"""Time a scoring job against the bare forward of its model at the same batch size.
 
 `python assets/bench/scoring.py [--pictures 256] [--batch_size 16] [--side 256]`
 
-The model is a random CLIP (open_clip, `--model ViT-B-16` unless told otherwise), or, with
-`--model wait`, a device that takes `--seconds` a batch and no processor; the pictures are random
-JPEG files. Prints rows a second of both, their quotient, and the share of the job's time in
+The model is a random CLIP (open_clip, `--model ViT-B-16` unless told otherwise), or, with `--model
+wait`, a simulated device that takes `--seconds` a batch and no processor time; the images are
+random JPEG files. Prints rows a second of both, their quotient, and the share of the job's time in
 which the model was at work. Both are timed several times in turns, and the medians are compared.
 """
 
@@ -27,14 +27,14 @@ from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, Rew
 
 
 class RandomClip(RewardModel, Loadable):
-    """Cosine of picture and prompt in a network with random weights."""
+    """Scores the cosine of image and prompt in a network with random weights."""
 
     def __init__(self, name: str, device: str):
         self.name, self.device = name, device
         self.spec = RewardSpec(name, ("similarity",), "image", (-1.0, 1.0), "none")
 
     def load(self) -> None:
-        """Random weights."""
+        """Create the network with random weights."""
         torch.manual_seed(0)
         self.network = open_clip.create_model(self.name).eval().to(self.device)
         self.tokens = open_clip.get_tokenizer(self.name)
@@ -42,12 +42,12 @@ class RandomClip(RewardModel, Loadable):
 
     @torch.no_grad()
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """One row per picture."""
+        """Score one row per image."""
         pixels = batch.media[:, 0].to(self.device)
         return RewardOutput.build(self.spec, self.similarity(pixels, list(batch.prompts))[:, None])
 
     def similarity(self, pixels: Tensor, prompts: list[str]) -> Tensor:
-        """Resized without care: the cost is what counts."""
+        """Return cosines; images are resized without care, as only the cost counts."""
         pixels = nn.functional.interpolate(pixels, (self.side, self.side), mode="bilinear")
         image = self.network.encode_image(pixels, normalize=True)
         text = self.network.encode_text(self.tokens(prompts).to(self.device), normalize=True)
@@ -55,23 +55,23 @@ class RandomClip(RewardModel, Loadable):
 
 
 class Wait(RewardModel, Loadable):
-    """Stands for an accelerator."""
+    """Simulates a model on an accelerator, which takes time but no processor."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
         self.spec = RewardSpec("wait", ("nothing",), "image", (0.0, 0.0), "none")
 
     def load(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Zeros, after a while."""
+        """Return zeros after the given seconds."""
         time.sleep(self.seconds)
         return RewardOutput.build(self.spec, torch.zeros(len(batch), 1))
 
 
 def pictures(folder: Path, count: int, side: int) -> str:
-    """JPEG files of smooth random colours, and a listing."""
+    """Write JPEG files of smooth random colours and a listing; return the listing's path."""
     draw = np.random.default_rng(0)
     lines = []
     for k in range(count):
@@ -86,7 +86,7 @@ def pictures(folder: Path, count: int, side: int) -> str:
 
 
 def bare(model: RewardModel, count: int, batch: int, side: int) -> float:
-    """Rows a second of the forward alone, over and over on the same pixels."""
+    """Return rows a second of the forward alone, over and over on the same pixels."""
     media = torch.rand(batch, 1, 3, side, side)
     prompts = [f"picture {k}" for k in range(batch)]
     start = time.perf_counter()
@@ -119,15 +119,18 @@ def main() -> None:
             out = Path(folder) / f"out{repeat}"
             scoring.run(
                 scoring.Job(data, [model], out, args.batch_size, args.workers),
-                lambda *_: None, speed,
-            )  # fmt: skip
+                lambda *_: None,
+                speed,
+            )
             job.append(speed.summary()["rows_per_second"])
             share.append(speed.summary()["share_in_model"])
     figures = {
-        "bare": statistics.median(alone), "job": statistics.median(job),
+        "bare": statistics.median(alone),
+        "job": statistics.median(job),
         "quotient": statistics.median(job) / statistics.median(alone),
-        "share_in_model": statistics.median(share), "all": {"bare": alone, "job": job},
-    }  # fmt: skip
+        "share_in_model": statistics.median(share),
+        "all": {"bare": alone, "job": job},
+    }
     print(json.dumps(figures, indent=2))  # noqa: T201
 
 

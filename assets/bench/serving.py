@@ -1,4 +1,4 @@
-"""What a round trip to a reward server adds, for 16 pictures of 256 x 256 on the loopback.
+"""Measure what a round trip to a reward server adds: 16 images of 256 x 256 on the loopback.
 
     python assets/bench/serving.py
 
@@ -25,7 +25,7 @@ class Nothing(RewardModel):
         self.spec = RewardSpec("nothing", ("nothing",), "any", (0.0, 0.0), "Apache-2.0")
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Zeros."""
+        """Return zeros."""
         return RewardOutput.build(self.spec, torch.zeros(len(batch), 1))
 
 
@@ -41,7 +41,7 @@ uvicorn.run(app, port={port}, log_level="error")
 
 
 def measure(pixels: str, wait: float, repeats: int) -> dict[str, float]:
-    """Milliseconds of a round trip: median, and the best."""
+    """Return the median and the best milliseconds of a round trip."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -16,12 +16,12 @@ AXES = {"reward_calls": "reward calls", "network_evaluations": "evaluations", "s
 
 
 def spread(cell: dict) -> str:
-    """Mean and standard deviation."""
+    """Format mean and standard deviation."""
     return f"{cell['mean']:.3f} ± {cell['std']:.3f}"
 
 
 def tables(comparison: dict) -> str:
-    """What each method ended with, and what it had at the budget that all reached."""
+    """Tabulate what each method ended with, and what it had at the budget that all reached."""
     budgets = comparison["budgets"]
     at = " | ".join(f"at {budgets[axis]:,.0f} {name}" for axis, name in AXES.items())
     lines = [

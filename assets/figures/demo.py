@@ -25,7 +25,7 @@ NUM_PICTURES = 6
 
 
 def figure(folders: list[Path]) -> dict:
-    """Draw, and return the figures of all seeds."""
+    """Draw the figure, and return the numbers of all seeds."""
     summaries = [json.loads((f / "summary.json").read_text()) for f in folders]
     fig = plt.figure(figsize=(12, 3.7), dpi=100, layout="constrained")
     curves, strip = fig.subfigures(1, 2, width_ratios=(1, 1.25))

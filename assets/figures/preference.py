@@ -18,15 +18,21 @@ import matplotlib.pyplot as plt
 
 HERE = Path(__file__).parent
 NAMES = {
-    "dpo": "DPO", "sdpo": "DPO, safeguard (SDPO)", "mpo": "DPO, dominating pairs (MPO)",
-    "linear_dpo": "Linear-DPO", "kto": "KTO", "mapo": "MaPO", "rwr": "RWR", "sft": "SFT on winners",
+    "dpo": "DPO",
+    "sdpo": "DPO, safeguard (SDPO)",
+    "mpo": "DPO, dominating pairs (MPO)",
+    "linear_dpo": "Linear-DPO",
+    "kto": "KTO",
+    "mapo": "MaPO",
+    "rwr": "RWR",
+    "sft": "SFT on winners",
     "online_dpo": "online DPO",
-}  # fmt: skip
+}
 SHOWN = ("pairs/implicit_accuracy", "pairs/drift_chosen", "pairs/drift_rejected")
 
 
 def read(root: Path) -> dict[str, list[dict]]:
-    """Summaries by method, in the order of seeds."""
+    """Return summaries by method, in the order of seeds."""
     found: dict[str, list[dict]] = {}
     for file in sorted(root.glob("*-*/summary.json")):
         method = file.parent.name.rpartition("-")[0]
@@ -36,7 +42,7 @@ def read(root: Path) -> dict[str, list[dict]]:
 
 
 def figure(runs: dict[str, list[dict]]) -> None:
-    """A row a method, a dot a seed: held-out strict, and the diversity that it left."""
+    """Draw held-out strict and the diversity that it left: a row per method, a dot per seed."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), dpi=100, layout="constrained", sharey=True)
     order = sorted(runs, key=lambda m: mean(s["after"]["strict"] for s in runs[m]))
     for panel, name in zip(axes, ("strict", "diversity"), strict=True):
@@ -54,7 +60,7 @@ def figure(runs: dict[str, list[dict]]) -> None:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Every seed, mean and spread, and what it cost."""
+    """Tabulate every seed, mean and standard deviation, and what it cost."""
     lines = [
         "| method | strict, each seed | gain | diversity | pairs in order "
         "| error of chosen, rejected | evaluations, seconds |",
@@ -76,7 +82,7 @@ def table(runs: dict[str, list[dict]]) -> str:
 
 
 def _pairs(some: list[dict]) -> list[str]:
-    """On held-out pairs, where there are any."""
+    """Format the metrics on held-out pairs; dashes where there are none."""
     if SHOWN[0] not in some[0]["after"]:
         return ["-", "-"]
     accuracy, chosen, rejected = (mean(_after(some, name)) for name in SHOWN)

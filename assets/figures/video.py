@@ -20,16 +20,18 @@ from PIL import Image
 
 HERE = Path(__file__).parent
 NAMES = {
-    "grpo": "Flow-GRPO", "tempflow": "TempFlow-GRPO (dense)", "dpo": "DPO, own clips",
+    "grpo": "Flow-GRPO",
+    "tempflow": "TempFlow-GRPO (dense)",
+    "dpo": "DPO, own clips",
     "dense_dpo": "DenseDPO, real clips redrawn",
-}  # fmt: skip
+}
 PANELS = ("strict", "amount", "diversity")
 SHOWN = 5
-"""Film strips in the figure."""
+"""Number of film strips in the figure."""
 
 
 def read(root: Path) -> dict[str, list[dict]]:
-    """Summaries by method, in the order of seeds."""
+    """Return summaries by method, in the order of seeds."""
     found: dict[str, list[dict]] = {}
     for file in sorted(root.glob("*-*/summary.json")):
         method = file.parent.name.rpartition("-")[0]
@@ -39,7 +41,7 @@ def read(root: Path) -> dict[str, list[dict]]:
 
 
 def figure(runs: dict[str, list[dict]], strips: Path) -> None:
-    """Above a dot for each seed, below clips before and after."""
+    """Draw a dot for each seed above, and clips before and after below."""
     fig = plt.figure(figsize=(11, 6.8), dpi=100, layout="constrained")
     above, below = fig.subfigures(2, 1, height_ratios=[1, 1.25])
     order = list(runs)[::-1]
@@ -60,7 +62,7 @@ def figure(runs: dict[str, list[dict]], strips: Path) -> None:
 
 
 def _strips(part, samples: Path) -> None:
-    """The same prompts and noises before and after, those first that changed most."""
+    """Draw the same prompts and noises before and after, those first that changed most."""
     about = json.loads((samples / "index.json").read_text())
     first, last = (
         np.asarray(Image.open(samples / f"step-{step:06d}.png").convert("RGB"))
@@ -80,7 +82,7 @@ def _strips(part, samples: Path) -> None:
 
 
 def table(runs: dict[str, list[dict]]) -> str:
-    """Every seed, and what it cost."""
+    """Tabulate every seed, and what it cost."""
     lines = [
         "| method | strict, each seed | gain | amount of motion | diversity | evaluations, "
         "reward calls | seconds |",

@@ -1,9 +1,9 @@
-"""Train the embedded text-to-image model from nothing, write it to `sd3/` for diffusers.
+"""Train the embedded text-to-image model from scratch, write it to `sd3/` for diffusers.
 
     python assets/shapes/build.py            # about half an hour on two CPU cores, seeded
 
-It stops before it is good, at half of its pictures right, so that alignment has something to do.
-Two stages: a small AutoencoderKL (four times smaller per side) on rendered pictures, then an
+Training stops early, when half of the images are right, so that alignment has something to do. Two
+stages: a small AutoencoderKL (four times smaller per side) on rendered images, then an
 SD3Transformer2DModel together with both CLIP text encoders by conditional flow matching on its
 latents. The prompts of the *unseen* split never occur.
 """
@@ -40,11 +40,12 @@ from reward_models.shapes import ShapesVerifier
 
 HERE = Path(__file__).parent
 T5_LENGTHS = (1, 256)
-"""Zero tokens in T5's place: 1 is what flowalign asks for, 256 what a plain `pipe(prompt)` does."""
+"""Numbers of zero tokens in T5's place: 1 is what flowalign asks for, 256 what a plain
+`pipe(prompt)` does."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words; `<eos>` is not id 2, which CLIP treats specially."""
+    """Return a whole-word tokenizer; `<eos>` is not id 2, which CLIP treats specially."""
     words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
     words |= {w for r in RELATIONS for w in r.split()}
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *sorted(words)])}
@@ -54,27 +55,39 @@ def tokenizer() -> PreTrainedTokenizerFast:
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        pad_token="<pad>", model_max_length=12,
-    )  # fmt: skip
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_max_length=12,
+    )
 
 
 def text_encoder(vocab: int, layers: int) -> CLIPTextModelWithProjection:
-    """A CLIP text tower of width 48."""
+    """Return a CLIP text tower of width 48."""
     return CLIPTextModelWithProjection(
         CLIPTextConfig(
-            vocab_size=vocab, hidden_size=48, intermediate_size=96, num_hidden_layers=layers,
-            num_attention_heads=4, max_position_embeddings=12, projection_dim=48,
-            pad_token_id=0, bos_token_id=1, eos_token_id=3,
+            vocab_size=vocab,
+            hidden_size=48,
+            intermediate_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            max_position_embeddings=12,
+            projection_dim=48,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=3,
         )
-    )  # fmt: skip
+    )
 
 
 def silent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
-    """A T5 whose output is exactly 0, as if it were absent, and a tokenizer that reads nothing.
+    """Return a zero-output T5 stub, as if T5 were absent, and a tokenizer that reads nothing.
 
     Diffusers refuses to load an SD3 folder without T5 unless the caller passes
-    `text_encoder_3=None`; with this one a plain `from_pretrained` works and gives the same numbers.
+    `text_encoder_3=None`; with this stub a plain `from_pretrained` works and gives the same
+    numbers.
     """
     model = T5EncoderModel(
         T5Config(
@@ -91,31 +104,50 @@ def silent_t5() -> tuple[T5EncoderModel, PreTrainedTokenizerFast]:
 
 
 def new_pipeline(args: argparse.Namespace) -> StableDiffusion3Pipeline:
-    """Untrained, with a silent T5."""
+    """Build the untrained pipeline, with a zero-output T5 stub."""
     words = tokenizer()
     t5, t5_words = silent_t5()
     vae = AutoencoderKL(
-        block_out_channels=(16, 32, 32), down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3, layers_per_block=1, norm_num_groups=8,
-        latent_channels=4, sample_size=32, use_quant_conv=False, use_post_quant_conv=False,
+        block_out_channels=(16, 32, 32),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        layers_per_block=1,
+        norm_num_groups=8,
+        latent_channels=4,
+        sample_size=32,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
         mid_block_add_attention=False,
-    )  # fmt: skip
+    )
     transformer = SD3Transformer2DModel(
-        sample_size=8, patch_size=args.patch, in_channels=4, out_channels=4, num_layers=args.layers,
-        attention_head_dim=16, num_attention_heads=args.width // 16, joint_attention_dim=96,
-        caption_projection_dim=args.width, pooled_projection_dim=96, pos_embed_max_size=8,
+        sample_size=8,
+        patch_size=args.patch,
+        in_channels=4,
+        out_channels=4,
+        num_layers=args.layers,
+        attention_head_dim=16,
+        num_attention_heads=args.width // 16,
+        joint_attention_dim=96,
+        caption_projection_dim=args.width,
+        pooled_projection_dim=96,
+        pos_embed_max_size=8,
         qk_norm="rms_norm",
-    )  # fmt: skip
+    )
     return StableDiffusion3Pipeline(
-        transformer=transformer, scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0), vae=vae,
-        text_encoder=text_encoder(len(words), 3), tokenizer=words,
-        text_encoder_2=text_encoder(len(words), 2), tokenizer_2=words,
-        text_encoder_3=t5, tokenizer_3=t5_words,
-    )  # fmt: skip
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        vae=vae,
+        text_encoder=text_encoder(len(words), 3),
+        tokenizer=words,
+        text_encoder_2=text_encoder(len(words), 2),
+        tokenizer_2=words,
+        text_encoder_3=t5,
+        tokenizer_3=t5_words,
+    )
 
 
 def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Rendered pictures of shown prompts: 1/4 single objects, 1/3 counts, the rest relations."""
+    """Render images of shown prompts: 22 % single objects, 33 % counts, 45 % relations."""
     prompts = [p for name in ("train", "seen") for p in splits()[name]]
     kinds = [
         [p for p in prompts if p.startswith("a ") and not any(r in p for r in RELATIONS)],
@@ -129,7 +161,7 @@ def dataset(num_images: int, seed: int) -> tuple[Tensor, list[str]]:
 
 
 def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int) -> None:
-    """Reconstruction with a light KL, cosine learning rate."""
+    """Train reconstruction with a light KL and a cosine learning rate."""
     generator = torch.Generator().manual_seed(1)
     vae.to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=3e-3, weight_decay=1e-4)
@@ -153,7 +185,7 @@ def train_vae(vae: AutoencoderKL, pictures: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
-    """Latents of the dataset; sets the scaling and shift that make them standard."""
+    """Return the dataset's latents; set the scaling and shift that make them standard."""
     latents = torch.cat([vae.encode(x).latent_dist.mean for x in pictures.split(256)])
     vae.register_to_config(
         scaling_factor=float(1 / latents.std()), shift_factor=float(latents.mean())
@@ -164,7 +196,7 @@ def encode_all(vae: AutoencoderKL, pictures: Tensor) -> Tensor:
 def train_flow(
     pipe: StableDiffusion3Pipeline, latents: Tensor, prompts: list[str], args: argparse.Namespace
 ) -> None:
-    """Conditional flow matching of transformer and both text encoders; keeps the EMA weights."""
+    """Train transformer and both text encoders by flow matching; keep the EMA weights."""
     trained = nn.ModuleList([pipe.transformer, pipe.text_encoder, pipe.text_encoder_2]).train()
     average = copy.deepcopy(trained)
     generator = torch.Generator().manual_seed(2)
@@ -188,9 +220,12 @@ def train_flow(
         sigma = torch.randn(args.batch, generator=generator).sigmoid()
         x = (1 - sigma[:, None, None, None]) * data + sigma[:, None, None, None] * noise
         velocity = pipe.transformer(
-            hidden_states=x, timestep=sigma * 1000, encoder_hidden_states=text,
-            pooled_projections=pooled, return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
         loss = F.mse_loss(velocity, noise - data)
         loss.backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -211,7 +246,7 @@ def train_flow(
 
 @torch.no_grad()
 def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
-    """Strict accuracy of the averaged weights on training prompts: 8 Euler steps, unguided."""
+    """Return strict accuracy of the EMA weights on training prompts: 8 Euler steps, unguided."""
     live = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
     pipe.transformer, pipe.text_encoder, pipe.text_encoder_2 = average
     prompts = splits()["train"][::4]
@@ -222,9 +257,12 @@ def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
     pipe.scheduler.set_timesteps(8)
     for sigma, following in pairwise(pipe.scheduler.sigmas):
         velocity = pipe.transformer(
-            hidden_states=x, timestep=(sigma * 1000).expand(len(x)), encoder_hidden_states=text,
-            pooled_projections=pooled, return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=x,
+            timestep=(sigma * 1000).expand(len(x)),
+            encoder_hidden_states=text,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0]
         x = x + (following - sigma) * velocity
     pipe.transformer, pipe.text_encoder, pipe.text_encoder_2 = live
     config = pipe.vae.config
@@ -236,33 +274,33 @@ def accuracy(pipe: StableDiffusion3Pipeline, average: nn.ModuleList) -> float:
 
 
 def embed(pipe: StableDiffusion3Pipeline, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Joint text tokens and pooled vector, as the pipeline's own `encode_prompt` makes them."""
+    """Return text tokens and the pooled vector, as the pipeline's own `encode_prompt` does."""
     out = [e(ids, output_hidden_states=True) for e in (pipe.text_encoder, pipe.text_encoder_2)]
     tokens = torch.cat([o.hidden_states[-2] for o in out], -1)
     return tokens, torch.cat([o.text_embeds for o in out], -1)
 
 
 def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     seconds = time.time() - start
     print(f"{stage} {step}/{steps} {value:.4f} {seconds:.0f}s", flush=True)  # noqa: T201
 
 
 def save(pipe: StableDiffusion3Pipeline, folder: Path) -> None:
-    """Write the pipeline, the transformer and autoencoder in half precision."""
+    """Write the pipeline, with transformer and autoencoder in half precision."""
     for module in (pipe.transformer, pipe.vae):
         module.half()
     pipe.save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o644)
-    for file in folder.rglob("config.json"):  # where a part was read from is nobody's business
+    for file in folder.rglob("config.json"):  # drop the local path a part was read from
         config = json.loads(file.read_text())
         config.pop("_name_or_path", None)
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
-    """Parse, train, save."""
+    """Parse the options, train and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "sd3")
     parser.add_argument("--threads", type=int, default=2)

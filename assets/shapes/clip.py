@@ -27,22 +27,33 @@ CONFIG = {
     "model_cfg": {
         "embed_dim": 64,
         "vision_cfg": {
-            "image_size": 32, "patch_size": 4, "width": 64, "layers": 4, "head_width": 16,
+            "image_size": 32,
+            "patch_size": 4,
+            "width": 64,
+            "layers": 4,
+            "head_width": 16,
         },
         "text_cfg": {
-            "context_length": 12, "vocab_size": 0, "width": 64, "heads": 4, "layers": 3,
-            "hf_tokenizer_name": "local", "tokenizer_kwargs": {"clean": "whitespace"},
+            "context_length": 12,
+            "vocab_size": 0,
+            "width": 64,
+            "heads": 4,
+            "layers": 3,
+            "hf_tokenizer_name": "local",
+            "tokenizer_kwargs": {"clean": "whitespace"},
         },
     },
     "preprocess_cfg": {
-        "mean": [0.1, 0.1, 0.12], "std": [0.2, 0.2, 0.2], "interpolation": "bicubic",
+        "mean": [0.1, 0.1, 0.12],
+        "std": [0.2, 0.2, 0.2],
+        "interpolation": "bicubic",
         "resize_mode": "shortest",
     },
-}  # fmt: skip
+}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words; `<eos>` is the highest id, where open_clip's text tower looks for it."""
+    """Return a whole-word tokenizer; `<eos>` has the highest id, where open_clip looks for it."""
     words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
     words |= {w for r in RELATIONS for w in r.split()}
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", *sorted(words), "<eos>"])}
@@ -52,13 +63,17 @@ def tokenizer() -> PreTrainedTokenizerFast:
         single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", len(vocab) - 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>",
-        pad_token="<pad>", model_max_length=12,
-    )  # fmt: skip
+        tokenizer_object=core,
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
+        model_max_length=12,
+    )
 
 
 def near_misses(prompts: list[str]) -> dict[str, list[str]]:
-    """For each prompt the prompts of the same length that differ in one word, or in its order."""
+    """Return, for each prompt, prompts of its length with one word or the order changed."""
     known, words = set(prompts), [*COLOURS, *SHAPES, *(s + "s" for s in SHAPES), "two", "three"]
     found: dict[str, list[str]] = {}
     for prompt in prompts:
@@ -75,7 +90,7 @@ def near_misses(prompts: list[str]) -> dict[str, list[str]]:
 
 
 def pictures(prompts: list[str], copies: int, seed: int) -> Tensor:
-    """[copies, prompts, 3, 32, 32] in 8 bits."""
+    """Render images [copies, prompts, 3, 32, 32] in 8 bits."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.stack([render(p, generator) for p in prompts]) for _ in range(copies)]
     return (torch.stack(drawn) * 255).round().to(torch.uint8)
@@ -83,7 +98,7 @@ def pictures(prompts: list[str], copies: int, seed: int) -> Tensor:
 
 @torch.no_grad()
 def reproduced(drawn: Tensor) -> Tensor:
-    """The same pictures after the embedded autoencoder, whose traces a policy's pictures bear."""
+    """Pass images through the embedded autoencoder, whose artefacts a policy's images bear."""
     from diffusers import AutoencoderKL
 
     vae = AutoencoderKL.from_pretrained(HERE / "sd3" / "vae").eval()
@@ -93,7 +108,7 @@ def reproduced(drawn: Tensor) -> Tensor:
 
 
 def batch_of(rng: random.Random, prompts: list[str], misses: dict, size: int) -> list[str]:
-    """Scenes with up to three near misses each; no prompt twice."""
+    """Draw scenes with up to three near misses each; no prompt occurs twice."""
     chosen: dict[str, None] = {}
     while len(chosen) < size:
         prompt = rng.choice(prompts)
@@ -103,7 +118,7 @@ def batch_of(rng: random.Random, prompts: list[str], misses: dict, size: int) ->
 
 
 def train(args: argparse.Namespace) -> tuple[open_clip.CLIP, PreTrainedTokenizerFast]:
-    """Contrastive learning; prints the loss and, on held-out drawings, how often it is right."""
+    """Train contrastively; print the loss and the running accuracy within batches."""
     torch.manual_seed(0)
     words, shown = tokenizer(), [p for name in ("train", "seen") for p in splits()[name]]
     CONFIG["model_cfg"]["text_cfg"]["vocab_size"] = len(words)
@@ -141,7 +156,7 @@ def train(args: argparse.Namespace) -> tuple[open_clip.CLIP, PreTrainedTokenizer
 
 @torch.no_grad()
 def choice_accuracy(model: open_clip.CLIP, words: PreTrainedTokenizerFast, split: str) -> float:
-    """How often a new picture is nearer to its own prompt than to one of its near misses."""
+    """Return how often a new image is nearer to its own prompt than to a near miss of it."""
     mean, std = (torch.tensor(CONFIG["preprocess_cfg"][k]).view(3, 1, 1) for k in ("mean", "std"))
     everything, generator = [p for some in splits().values() for p in some], torch.Generator()
     misses, rng = near_misses(everything), random.Random(5)
@@ -158,7 +173,7 @@ def choice_accuracy(model: open_clip.CLIP, words: PreTrainedTokenizerFast, split
 
 
 def main() -> None:
-    """Train, measure, write."""
+    """Train, measure and write the model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=96)

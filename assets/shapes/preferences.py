@@ -1,9 +1,9 @@
-"""Preferences over pictures of the embedded model, with known ground truth.
+"""Draw preferences over images of the embedded model, with known ground truth.
 
     python assets/shapes/preferences.py runs/preferences      # a few minutes on one CPU core
 
-Draws four pictures per prompt and ranks them in each dimension of the verifier; pictures that it
-scores alike are ties. Training pictures show prompts of the *train* split, those to test on prompts
+Generates four images per prompt and ranks them in each dimension of the verifier; images that it
+scores alike are ties. Training images show prompts of the *train* split, those to test on prompts
 of *seen* and *unseen*. Writes PNG files, `train.jsonl` and `test.jsonl`.
 """
 
@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 
 
 def ranks(scores: Tensor) -> dict[str, list[int]]:
-    """1 is best; [K, dims] to one list per dimension, equal scores sharing the better rank."""
+    """Convert scores [K, dims] to ranks by dimension, 1 the best; ties share the better rank."""
     return {
         dim: [1 + int((column > own + 1e-6).sum()) for own in column]
         for dim, column in zip(DIMS, scores.unbind(1), strict=False)
@@ -35,7 +35,7 @@ def ranks(scores: Tensor) -> dict[str, list[int]]:
 
 
 def draw(policy: SD3, prompts: list[str], count: int, purpose: str, steps: int) -> Tensor:
-    """[prompts, count, 3, 32, 32] by the deterministic sampler."""
+    """Generate images [prompts, count, 3, 32, 32] with the deterministic sampler."""
     repeated = [p for p in prompts for _ in range(count)]
     seeds = [generator(0, purpose, i) for i in range(len(repeated))]
     latents = generate(policy, repeated, steps, seeds, 128)
@@ -44,7 +44,7 @@ def draw(policy: SD3, prompts: list[str], count: int, purpose: str, steps: int) 
 
 
 def main() -> None:
-    """Draw, judge, write."""
+    """Generate the images, score them and write files."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--count", type=int, default=4, help="pictures per prompt")

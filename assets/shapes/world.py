@@ -1,4 +1,4 @@
-"""The shapes world: every prompt, its splits, and a seeded renderer of ground truth.
+"""Define the shapes world: every prompt, its splits, and a seeded renderer of ground truth.
 
 Run as a script to write `prompts/{train,seen,unseen}.txt`.
 """
@@ -18,12 +18,12 @@ OBJECTS = list(product(COLOURS, SHAPES))
 
 
 def phrase(count: str, colour: str, shape: str) -> str:
-    """One noun phrase: "two red circles"."""
+    """Return one noun phrase: "two red circles"."""
     return f"{count} {colour} {shape}{'' if count == 'a' else 's'}"
 
 
 def splits(seed: int = 0) -> dict[str, list[str]]:
-    """Disjoint prompt lists: train, seen (not trained), unseen (not pretrained either).
+    """Return disjoint prompt lists: train, seen (not in alignment), unseen (nor in pretraining).
 
     An unseen relation uses a pair of objects that pretraining never shows in any relation; an
     unseen count is a number of one object that it never shows. Every single object is shown.
@@ -50,7 +50,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 
 def render(prompt: str, generator: torch.Generator) -> Tensor:
-    """A random picture [3, 32, 32] in [0, 1] that shows what the prompt says and nothing else."""
+    """Render a random image [3, 32, 32] in [0, 1] that shows exactly what the prompt says."""
     scene = parse(prompt)
     while (placed := _place(scene, generator)) is None:
         pass
@@ -71,7 +71,7 @@ def render(prompt: str, generator: torch.Generator) -> Tensor:
 
 
 def _place(scene: Scene, generator: torch.Generator) -> list[tuple[float, float, float]] | None:
-    """Centre and radius of each object, or None if this draw collides."""
+    """Return centre and radius of each object, or None if this draw collides."""
     base = _uniform(4.2, 5.6, generator)
     placed: list[tuple[float, float, float]] = []
     for _ in scene.objects:

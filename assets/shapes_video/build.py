@@ -1,8 +1,8 @@
-"""Train the embedded text-to-video model from nothing, write it to `wan/` for diffusers.
+"""Train the embedded text-to-video model from scratch, write it to `wan/` for diffusers.
 
     python assets/shapes_video/build.py      # under an hour on two CPU cores, seeded
 
-It stops before it is good, at about every third held-out clip right without guidance, so that
+Training stops early, when about every third held-out clip is right without guidance, so that
 alignment has something to do.
 A small AutoencoderKLWan (four times smaller per side, twice in time) learns on rendered clips; then
 its decoder goes on alone in a process of its own, while a WanTransformer3DModel together with its
@@ -37,18 +37,19 @@ from reward_models.moving_shapes import COUNTS, MovingShapesVerifier, clause_of
 
 HERE = Path(__file__).parent
 TOKENS = 16
-"""Tokens of the longest prompt, and its end, fit; what flowalign asks for."""
+"""Padded prompt length that flowalign asks for; the longest prompt and its end fit."""
 LENGTHS = (TOKENS, 512)
-"""512 is what a plain `pipe(prompt)` pads to with zeros, which are attended to: it learns that
-seldom and is worse at it, so give `max_sequence_length=16`."""
+"""Padded prompt lengths in training. 512 is what a plain `pipe(prompt)` pads to, with zeros that
+are attended to: the model learns that seldom and is worse at it, so give
+`max_sequence_length=16`."""
 CHANNELS = 8
 SHIFT = 3.0
-"""Of the schedule, in training too, as Wan has at 480p. What a clip shows is decided at the noisy
-end, where few of a plain logit-normal's times lie: one in 25 above .85."""
+"""Shift of the schedule, in training too, as Wan has at 480p. What a clip shows is decided at the
+noisy end, where few of a plain logit-normal's times lie: one in 25 above .85."""
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Whole words; <eos> ends every prompt, as T5 has it."""
+    """Return a whole-word tokenizer; <eos> ends every prompt, as T5 has it."""
     clauses = [clause_of(c, *o, m) for c in COUNTS for o in OBJECTS for m in MOTIONS]
     words = sorted({"and", *(word for clause in clauses for word in clause.split())})
     vocab = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *words])}
@@ -58,32 +59,60 @@ def tokenizer() -> PreTrainedTokenizerFast:
         single="$A <eos>", special_tokens=[("<eos>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", unk_token="<unk>", pad_token="<pad>",
+        tokenizer_object=core,
+        eos_token="<eos>",
+        unk_token="<unk>",
+        pad_token="<pad>",
         model_max_length=512,
-    )  # fmt: skip
+    )
 
 
 def new_pipeline(args: argparse.Namespace) -> WanPipeline:
-    """Untrained; the schedule is Wan's own."""
+    """Build the untrained pipeline; the schedule is Wan's own."""
     words = tokenizer()
     vae = AutoencoderKLWan(
-        base_dim=12, decoder_base_dim=16, z_dim=CHANNELS, dim_mult=[1, 2], num_res_blocks=1,
-        temperal_downsample=[True], patch_size=2, in_channels=12, out_channels=12,
-        latents_mean=[0.0] * CHANNELS, latents_std=[1.0] * CHANNELS, scale_factor_spatial=4,
+        base_dim=12,
+        decoder_base_dim=16,
+        z_dim=CHANNELS,
+        dim_mult=[1, 2],
+        num_res_blocks=1,
+        temperal_downsample=[True],
+        patch_size=2,
+        in_channels=12,
+        out_channels=12,
+        latents_mean=[0.0] * CHANNELS,
+        latents_std=[1.0] * CHANNELS,
+        scale_factor_spatial=4,
         scale_factor_temporal=2,
-    )  # fmt: skip
+    )
     transformer = WanTransformer3DModel(
-        patch_size=(1, 4, 4), num_attention_heads=args.width // 16, attention_head_dim=16,
-        in_channels=CHANNELS, out_channels=CHANNELS, text_dim=64, freq_dim=64,
-        ffn_dim=2 * args.width, num_layers=args.layers, cross_attn_norm=True,
-        qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
-    )  # fmt: skip
+        patch_size=(1, 4, 4),
+        num_attention_heads=args.width // 16,
+        attention_head_dim=16,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        text_dim=64,
+        freq_dim=64,
+        ffn_dim=2 * args.width,
+        num_layers=args.layers,
+        cross_attn_norm=True,
+        qk_norm="rms_norm_across_heads",
+        rope_max_seq_len=32,
+    )
     text = UMT5EncoderModel(
         UMT5Config(
-            vocab_size=len(words), d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
-            dropout_rate=0.0, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0,
+            vocab_size=len(words),
+            d_model=64,
+            d_kv=16,
+            d_ff=128,
+            num_layers=2,
+            num_heads=4,
+            dropout_rate=0.0,
+            pad_token_id=0,
+            eos_token_id=1,
+            decoder_start_token_id=0,
         )
-    )  # fmt: skip
+    )
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=SHIFT
     )
@@ -93,7 +122,7 @@ def new_pipeline(args: argparse.Namespace) -> WanPipeline:
 
 
 def dataset(number: int, seed: int) -> tuple[Tensor, list[str]]:
-    """Rendered clips of shown prompts in 8 bits: one object 2 in 10, two alike 3, a pair 5."""
+    """Render clips of shown prompts in 8 bits: 20 % one object, 30 % two alike, 50 % a pair."""
     prompts = splits()["shown"]
     kinds = [
         [p for p in prompts if p.startswith("a ") and " and " not in p],
@@ -107,18 +136,18 @@ def dataset(number: int, seed: int) -> tuple[Tensor, list[str]]:
 
 
 def pixels(clips: Tensor) -> Tensor:
-    """Bytes to [-1, 1]."""
+    """Convert bytes to [-1, 1]."""
     return clips.float() / 127.5 - 1
 
 
 def train_decoder(vae: AutoencoderKLWan, clips: Tensor, steps: int) -> None:
-    """The decoder alone, on one thread: latents stay what they are. Weights change in place."""
+    """Train the decoder alone, in place and on one thread: latents stay what they are."""
     torch.set_num_threads(1)
     train_vae(vae, clips, steps, encoder=False)
 
 
 def train_vae(vae: AutoencoderKLWan, clips: Tensor, steps: int, encoder: bool) -> None:
-    """Reconstruction, objects five times as heavy as what is around them, with a light KL."""
+    """Train reconstruction, objects weighted five times their surroundings, with a light KL."""
     generator = torch.Generator().manual_seed(1 if encoder else 4)
     trained = vae if encoder else nn.ModuleList([vae.post_quant_conv, vae.decoder])
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3, weight_decay=1e-4)
@@ -146,7 +175,7 @@ def train_vae(vae: AutoencoderKLWan, clips: Tensor, steps: int, encoder: bool) -
 
 @torch.no_grad()
 def encode_all(vae: AutoencoderKLWan, clips: Tensor) -> Tensor:
-    """Latents of the dataset; sets the mean and deviation per channel that make them standard."""
+    """Return the dataset's latents; set mean and std per channel that make them standard."""
     latents = torch.cat([vae.encode(pixels(x)).latent_dist.mean for x in clips.split(64)])
     mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -155,14 +184,14 @@ def encode_all(vae: AutoencoderKLWan, clips: Tensor) -> Tensor:
 
 @torch.no_grad()
 def decoded(vae: AutoencoderKLWan, x: Tensor) -> Tensor:
-    """Standard latents to clips in [0, 1], frames before channels."""
+    """Decode standard latents to clips in [0, 1], frames before channels."""
     mean, std = (torch.tensor(vae.config[f"latents_{of}"]) for of in ("mean", "std"))
     z = x * std.view(1, -1, 1, 1, 1) + mean.view(1, -1, 1, 1, 1)
     return ((vae.decode(z).sample + 1) / 2).clamp(0, 1).transpose(1, 2)
 
 
 def strict(clips: Tensor, prompts: list[str]) -> float:
-    """Share of clips that show exactly what was asked for."""
+    """Return the share of clips that show exactly what the prompt says."""
     return float(MovingShapesVerifier().score(MediaBatch(clips, prompts)).values[:, -1].mean())
 
 
@@ -173,9 +202,9 @@ def train_flow(
     args: argparse.Namespace,
     decoder: mp.Process,
 ) -> None:
-    """Conditional flow matching of transformer and text encoder; keeps the EMA weights.
+    """Train transformer and text encoder by conditional flow matching; keep the EMA weights.
 
-    It leaves one thread to the decoder's process for its first `args.beside` steps.
+    One thread is left to the decoder's process for the first `args.beside` steps.
     """
     trained = nn.ModuleList([pipe.transformer, pipe.text_encoder]).train()
     average = copy.deepcopy(trained)
@@ -202,9 +231,11 @@ def train_flow(
             text = F.pad(text, (0, 0, 0, LENGTHS[1] - LENGTHS[0]))
         at = sigma[:, None, None, None, None]
         velocity = trained[0](
-            hidden_states=(1 - at) * data + at * noise, timestep=sigma * 1000,
-            encoder_hidden_states=text, return_dict=False,
-        )[0]  # fmt: skip
+            hidden_states=(1 - at) * data + at * noise,
+            timestep=sigma * 1000,
+            encoder_hidden_states=text,
+            return_dict=False,
+        )[0]
         loss = F.mse_loss(velocity, noise - data)
         loss.backward()
         nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -225,14 +256,14 @@ def train_flow(
 
 
 def finish(decoder: mp.Process) -> None:
-    """Wait for the decoder's process. RuntimeError where it failed."""
+    """Wait for the decoder's process; raise RuntimeError if it failed."""
     decoder.join()
     if decoder.exitcode:
         raise RuntimeError(f"the decoder's process ended with {decoder.exitcode}")
 
 
 def draw(latents: Tensor, number: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """Which clips, which of them without their prompt, and their noise and times."""
+    """Draw clips, which of them lose their prompt, and their noise and times."""
     pick = torch.randint(len(latents), (number,), generator=generator)
     dropped = torch.rand(number, generator=generator) < 0.1
     noise = torch.randn(number, *latents.shape[1:], generator=generator)
@@ -240,47 +271,49 @@ def draw(latents: Tensor, number: int, generator: torch.Generator) -> tuple[Tens
 
 
 def shifted(sigma: Tensor) -> Tensor:
-    """Times moved towards noise, as the schedule moves them."""
+    """Shift times towards noise, as the schedule does."""
     return SHIFT * sigma / (1 + (SHIFT - 1) * sigma)
 
 
 @torch.no_grad()
 def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
-    """One step of the moving average of the weights."""
+    """Take one step of the moving average of the weights."""
     decay = min(0.999, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
 
 
 def indexed(pipe: WanPipeline, prompts: list[str]) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens and masks of the different prompts and, last, of none; and the row of each prompt."""
+    """Return tokens and masks of the unique prompts and, last, of none; and each prompt's row."""
     unique = [*sorted(set(prompts)), ""]
     index = {prompt: i for i, prompt in enumerate(unique)}
     return *tokens(pipe, unique), torch.tensor([index[p] for p in prompts])
 
 
 def tokens(pipe: WanPipeline, prompts: list[str]) -> tuple[Tensor, Tensor]:
-    """Token ids and their mask."""
+    """Return token ids and their mask."""
     out = pipe.tokenizer(prompts, padding="max_length", max_length=TOKENS, return_tensors="pt")
     return out.input_ids, out.attention_mask
 
 
 def embed(encoder: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """Text as the pipeline's own `encode_prompt` makes it: zeros behind the end."""
+    """Embed text as the pipeline's own `encode_prompt` does, with zeros behind the end."""
     return encoder(ids, mask).last_hidden_state * mask[..., None]
 
 
 @torch.no_grad()
 def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
-    """Strict accuracy of the averaged weights on training prompts: 10 Euler steps, unguided."""
+    """Return strict accuracy of the EMA weights on training prompts: 10 Euler steps, unguided."""
     prompts = splits()["train"][::3]
     text = embed(average[1], *tokens(pipe, prompts))
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(len(prompts), CHANNELS, 5, 8, 8, generator=generator)
     for sigma, following in pairwise(shifted(torch.linspace(1, 0, 11))):
         velocity = average[0](
-            hidden_states=x, timestep=(sigma * 1000).expand(len(x)), encoder_hidden_states=text,
+            hidden_states=x,
+            timestep=(sigma * 1000).expand(len(x)),
+            encoder_hidden_states=text,
             return_dict=False,
-        )[0]  # fmt: skip
+        )[0]
         x = x + (following - sigma) * velocity
     found = strict(decoded(pipe.vae, x), prompts)
     print(f"strict {found:.3f}", flush=True)  # noqa: T201
@@ -288,7 +321,7 @@ def accuracy(pipe: WanPipeline, average: nn.ModuleList) -> float:
 
 
 def log(stage: str, step: int, steps: int, start: float, value: float) -> None:
-    """One line of progress."""
+    """Print one line of progress."""
     seconds = time.time() - start
     print(f"{stage} {step}/{steps} {value:.4f} {seconds:.0f}s", flush=True)  # noqa: T201
 
@@ -300,14 +333,14 @@ def save(pipe: WanPipeline, folder: Path) -> None:
     pipe.save_pretrained(folder)
     for file in folder.rglob("*.safetensors"):
         file.chmod(0o644)
-    for file in folder.rglob("config.json"):  # where a part was read from is nobody's business
+    for file in folder.rglob("config.json"):  # drop the local path a part was read from
         config = json.loads(file.read_text())
         config.pop("_name_or_path", None)
         file.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def main() -> None:
-    """Parse, train, save."""
+    """Parse the options, train and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / "wan")
     parser.add_argument("--threads", type=int, default=2)
@@ -345,7 +378,7 @@ def main() -> None:
 
 
 def truth(vae: AutoencoderKLWan, latents: Tensor, prompts: list[str]) -> float:
-    """Strict accuracy of real clips through the autoencoder: the most that a model can have."""
+    """Return strict accuracy of real clips through the autoencoder, a model's upper bound."""
     return strict(decoded(vae, latents[:200]), prompts[:200])
 
 

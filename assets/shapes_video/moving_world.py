@@ -1,4 +1,4 @@
-"""The world of moving shapes: every prompt, its splits, and a seeded renderer of ground truth.
+"""Define the world of moving shapes: every prompt, its splits, a seeded renderer of ground truth.
 
 python assets/shapes_video/moving_world.py                      # prompts/{train,seen,unseen}.txt
 python assets/shapes_video/moving_world.py --clips runs/clips   # rendered clips with prompts
@@ -25,10 +25,11 @@ OBJECTS = list(product(COLOURS, SHAPES))
 
 
 def splits(seed: int = 0) -> dict[str, list[str]]:
-    """Disjoint prompt lists: `shown` in pretraining, and among them train and seen; and unseen.
+    """Return prompt lists: `shown` in pretraining, its parts `train` and `seen`, and `unseen`.
 
-    An unseen pair joins two objects that pretraining never shows together; an unseen number is
-    one of an object and a motion that it never shows twice. Every single object is shown.
+    train, seen and unseen are disjoint. An unseen pair joins two objects that pretraining never
+    shows together; an unseen number is one of an object and a motion that it never shows twice.
+    Every single object is shown.
     """
     rng = random.Random(seed)
     singles = [clause_of("a", *o, m) for o in OBJECTS for m in MOTIONS]
@@ -57,7 +58,7 @@ def splits(seed: int = 0) -> dict[str, list[str]]:
 
 
 def render(prompt: str, generator: torch.Generator) -> Float[Tensor, "F 3 H W"]:
-    """A random clip in [0, 1] that shows what the prompt says and nothing else."""
+    """Render a random clip in [0, 1] that shows exactly what the prompt says."""
     actors = parse(prompt)
     while (paths := _place(actors, generator)) is None:
         pass
@@ -80,7 +81,7 @@ def render(prompt: str, generator: torch.Generator) -> Float[Tensor, "F 3 H W"]:
 def _place(
     actors: tuple[Actor, ...], generator: torch.Generator
 ) -> list[Float[Tensor, "F 3"]] | None:
-    """Centre and radius of each object in each frame, or None if this draw collides."""
+    """Return centre and radius of each object in each frame, or None if this draw collides."""
     paths: list[Float[Tensor, "F 3"]] = []
     for actor in actors:
         direction = torch.tensor(MOTIONS[actor.motion])
@@ -110,7 +111,7 @@ def _uniform(low: float, high: float, generator: torch.Generator) -> float:
 
 
 def write_prompts() -> None:
-    """`prompts/{train,seen,unseen}.txt` beside this file."""
+    """Write `prompts/{train,seen,unseen}.txt` beside this file."""
     folder = Path(__file__).parent / "prompts"
     folder.mkdir(exist_ok=True)
     for name, prompts in splits().items():
@@ -119,7 +120,7 @@ def write_prompts() -> None:
 
 
 def write_clips(folder: Path, count: int, seed: int = 0) -> None:
-    """Rendered clips of training prompts, and `metadata.jsonl`, as `flowalign score` reads them."""
+    """Write rendered clips of training prompts and `metadata.jsonl`, for `flowalign score`."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, generator = splits()["train"], torch.Generator().manual_seed(seed)
     rows = []

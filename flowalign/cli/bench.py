@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from flowalign.cli.messages import add_config
+from flowalign.cli.messages import add_config, settings_of
 
 HELP = "Time the stages of a step against the bare network evaluations."
 
@@ -13,24 +13,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
-        "--values", action="store_true",
+        "--values",
+        action="store_true",
         help="time the values of all states instead: together, and one after another",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """0, with a table and a line of JSON."""
     from flowalign.runs.bench import measure
     from flowalign.runs.bench_values import measure_values
-    from flowalign.runs.config import Run, load
+    from flowalign.runs.config import load
     from flowalign.utils.console import table
     from flowalign.utils.errors import ConfigError
 
-    run_file, _ = load(args.config, args.overrides)
-    if not isinstance(run_file, Run):
-        raise ConfigError(f"{args.config} trains on data; bench times the steps of online runs")
+    run_file, _ = load(*settings_of(args))
     work = measure_values if args.values else measure
-    result = work(run_file, args.repeats)
-    table(f"one step of {args.config}", {k: f"{v:.4g}" for k, v in result.items()})
+    try:
+        result = work(run_file, args.repeats)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    table(f"one step of {' '.join(args.config)}", {k: f"{v:.4g}" for k, v in result.items()})
     print(json.dumps(result))  # noqa: T201
     return 0

@@ -3,10 +3,10 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from flowalign.cli.messages import add_config, add_processes
+from flowalign.cli.messages import add_config, add_processes, settings_of
 
 if TYPE_CHECKING:
-    from flowalign.runs.config import AnyRun
+    from flowalign.runs.config import Run
 
 HELP = "Validate a run file without reading weights, and print its plan."
 
@@ -22,12 +22,12 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.runs.config import load
     from flowalign.utils.console import table
 
-    run_file, _ = load(args.config, args.overrides)
-    table(f"plan of {args.config}", planned(run_file, args.processes))
+    run_file, _ = load(*settings_of(args))
+    table(f"plan of {' '.join(args.config)}", planned(run_file, args.processes))
     return 0
 
 
-def planned(run_file: "AnyRun", world: int) -> dict[str, str]:
+def planned(run_file: "Run", world: int) -> dict[str, str]:
     """Rows of the plan table. Raises ConfigError for a run that cannot be started."""
     from flowalign.runs.plan import plan
     from flowalign.utils.errors import ConfigError

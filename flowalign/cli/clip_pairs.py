@@ -1,4 +1,4 @@
-"""`flowalign clip-pairs`: pairs to train on, made of real clips by the policy itself."""
+"""Runs `flowalign clip-pairs`: makes pairs to train on from real clips, with the policy itself."""
 
 import argparse
 import sys
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from flowalign.cli.messages import add_config
+from flowalign.cli.messages import add_config_file
 from flowalign.utils.console import Progress, table
 from flowalign.utils.errors import ConfigError
 
@@ -18,44 +18,46 @@ if TYPE_CHECKING:
 HELP = "Make pairs to train on of real clips, by noising and denoising them."
 EXIT_FAILED, EXIT_STOPPED = 1, 130
 _TOLD = 4
-"""Lines of reasons where nothing can be used."""
+"""Largest number of reasons that an error message lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside the run file and what overrides it."""
-    add_config(parser)
+    """Add the run file, its overrides and `--shard`."""
+    add_config_file(parser)
     parser.add_argument(
-        "--shard", metavar="i/n", default="0/1",
+        "--shard",
+        metavar="i/n",
+        default="0/1",
         help="be the i-th of n processes, from 0; whoever comes last writes the lists",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 with the pairs written, 1 where too many clips could not be used or there is no pair.
+    """Make pairs; returns 0, or 1 if too many clips are unusable or no pair was made.
 
     Raises:
-        ConfigError: the user can correct it.
+        ConfigError: The run file or the data need a correction by the user.
     """
     from flowalign.curation.clip_pairs.job import finish
     from flowalign.curation.clip_pairs.run import load
 
-    say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+    log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         cfg, text = load(args.config, args.overrides)
         outcome = finish(cfg, _make(cfg, text, _shard(args.shard)))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        log("stopped; the same command goes on from here")
         return EXIT_STOPPED
     if outcome is None:
-        say(f"shard {args.shard} is done, others are not")
+        log(f"shard {args.shard} is done, others are not")
         return 0
     return _tell(cfg, outcome)
 
 
 def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
-    """Make what is missing; the number of batches of the dataset."""
+    """Make the missing batches; returns the number of batches of the dataset."""
     from flowalign.curation.clip_pairs.job import MANIFEST, run
     from flowalign.curation.clip_pairs.run import settings_of
     from flowalign.utils.manifest import agree
@@ -70,22 +72,22 @@ def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
 
 
 def _tell(cfg: "ClipPairs", outcome: "Outcome") -> int:
-    """Print what came out; the exit code."""
-    folder, tally, costs = Path(cfg.output_dir), outcome.tally(), outcome.costs
+    """Print pairs, costs and drops; returns the exit code."""
+    folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
-    clips = len(outcome.rows) + tally.total
+    clips = len(outcome.rows) + report.total
     rows = {
         "network evaluations": f"{evaluations:,.0f}",
         "reward calls": f"{costs['reward_calls']:,.0f}",
         "seconds": f"{costs['seconds']:,.1f}",
-        "clips dropped": "\n".join([f"{tally.total:,} of {clips:,}", *tally.lines()]),
+        "clips dropped": "\n".join([f"{report.total:,} of {clips:,}", *report.lines()]),
     }
     table(f"{len(outcome.rows):,} pairs: {folder}", rows)
-    too_many = len(outcome.faults) > cfg.max_dropped_fraction * clips
+    too_many = len(outcome.errors) > cfg.max_dropped_fraction * clips
     if outcome.rows and not too_many:
         return 0
-    head = f"{len(outcome.faults)} of {clips} clips cannot be used; max_dropped_fraction is "
-    lines = [head + f"{cfg.max_dropped_fraction:g}", *tally.lines()[:_TOLD]]
+    head = f"{len(outcome.errors)} of {clips} clips cannot be used; max_dropped_fraction is "
+    lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_TOLD]]
     sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
     return EXIT_FAILED
 

@@ -11,9 +11,15 @@ HELP = "Train several run files with several seeds, and compare."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb, beside what overrides all run files."""
     parser.add_argument(
-        "configs", nargs="+", metavar="config",
-        help="run files, the baseline first; further --a.b VALUE override them all",
-    )  # fmt: skip
+        "configs",
+        nargs="+",
+        metavar="config",
+        help="run files, the baseline first, several of one method joined by +; "
+        "further --a.b VALUE override them all",
+    )
+    parser.add_argument(
+        "--base", nargs="+", default=[], metavar="CONFIG", help="run files before those of each"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--out", default="runs/compare", help="default: runs/compare")
     parser.add_argument("--jobs", type=int, help="runs at once; default: as the cores allow")
@@ -27,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.utils.console import table
 
     settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
-    files = [c for c in args.configs if "=" not in c]
+    files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
     overrides, out = [*settings, *args.overrides], Path(args.out)
     request = comparing.Request(files, overrides, args.seeds, out, args.jobs, args.metric)
     try:

@@ -18,10 +18,29 @@ def run(_args: argparse.Namespace) -> int:
 
     from flowalign.utils.console import table
 
-    names = ["flowalign", "torch", "torchvision", "diffusers", "transformers", "accelerate", "peft",
-             "open-clip-torch", "safetensors", "xformers", "av", "pyarrow", "scipy", "fastapi",
-             "uvicorn", "httpx", "rapidocr-onnxruntime", "nudenet", "opencv-python-headless",
-             "tensorboard", "wandb"]  # fmt: skip
+    names = [
+        "flowalign",
+        "torch",
+        "torchvision",
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "peft",
+        "open-clip-torch",
+        "safetensors",
+        "xformers",
+        "av",
+        "pyarrow",
+        "scipy",
+        "fastapi",
+        "uvicorn",
+        "httpx",
+        "rapidocr-onnxruntime",
+        "nudenet",
+        "opencv-python-headless",
+        "tensorboard",
+        "wandb",
+    ]
     rows = {"python": sys.version.split()[0]}
     for name in names:
         try:
@@ -31,7 +50,8 @@ def run(_args: argparse.Namespace) -> int:
     rows["cpu"] = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
     rows["gpu"] = (
         ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        if torch.cuda.is_available() else "none"
-    )  # fmt: skip
+        if torch.cuda.is_available()
+        else "none"
+    )
     table("doctor", rows)
     return 0

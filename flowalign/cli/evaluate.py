@@ -4,11 +4,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from flowalign.cli.messages import UsageError, add_config, add_processes
+from flowalign.cli.messages import UsageError, add_config, add_processes, settings_of
 
 if TYPE_CHECKING:
     from flowalign.rewards.composite import Rewards
-    from flowalign.runs.config import AnyRun
+    from flowalign.runs.config import Run
 
 HELP = "Evaluate a run file's model, or a checkpoint of it, on its evaluation prompts."
 
@@ -28,11 +28,11 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.utils.console import table
     from flowalign.utils.errors import ConfigError
 
-    run_file, _ = load(args.config, args.overrides)
+    run_file, _ = load(*settings_of(args))
     if run_file.evaluation is None:
-        raise ConfigError(f"{args.config}: evaluation is null, so there is nothing to evaluate")
+        raise ConfigError(f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate")
     processes = join(run_file.device)
-    rewards = run_file.judges()
+    rewards = run_file.build_rewards()
     _load(run_file, args.weights, rewards)
     metrics = evaluate(run_file.policy, rewards, run_file.evaluation, processes).metrics
     if processes.is_main:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(run_file: "AnyRun", weights: str | None, rewards: "Rewards") -> None:
+def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:
     import torch
 
     from flowalign.distributed.processes import join

@@ -35,13 +35,31 @@ EXAMPLES = """examples:
 """
 
 VERBS: dict[str, ModuleType] = {
-    "train": train, "demo": demo, "eval": evaluate, "sample": sample, "check": check,
-    "compare": compare, "bench": bench, "score": score, "pairs": pairs, "clip-pairs": clip_pairs,
-    "serve-reward": serve, "reward": reward, "doctor": doctor,
-}  # fmt: skip
+    "train": train,
+    "demo": demo,
+    "eval": evaluate,
+    "sample": sample,
+    "check": check,
+    "compare": compare,
+    "bench": bench,
+    "score": score,
+    "pairs": pairs,
+    "clip-pairs": clip_pairs,
+    "serve-reward": serve,
+    "reward": reward,
+    "doctor": doctor,
+}
 """Each module has HELP, `add_arguments(parser)` and `run(args)`, which returns the exit code."""
-TAKES_OVERRIDES = ("train", "eval", "sample", "check", "bench", "compare", "reward train",
-                   "clip-pairs")  # fmt: skip
+TAKES_OVERRIDES = (
+    "train",
+    "eval",
+    "sample",
+    "check",
+    "bench",
+    "compare",
+    "reward train",
+    "clip-pairs",
+)
 SPREADS = ("train", "eval")
 """Verbs whose --processes are started by torchrun before anything else."""
 
@@ -67,10 +85,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """All verbs and their options; other `--a.b value` options override the run file."""
     parser = argparse.ArgumentParser(
-        prog="flowalign", epilog=EXAMPLES, allow_abbrev=False,
+        prog="flowalign",
+        epilog=EXAMPLES,
+        allow_abbrev=False,
         description="Align diffusion and flow-matching models with human preferences.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     parser.add_argument("--version", action="version", version=f"flowalign {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, module in VERBS.items():

@@ -25,8 +25,25 @@ def quiet_libraries() -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The run file of a verb."""
+    """The run files of a verb, which `settings_of` reads with what overrides them."""
+    parser.add_argument(
+        "config",
+        nargs="+",
+        help="run files (YAML), composed from left to right; further --a.b VALUE override them",
+    )
+
+
+def add_config_file(parser: argparse.ArgumentParser) -> None:
+    """The one run file of a verb that composes none."""
     parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
+
+
+def settings_of(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The run files, and the overrides; `a.b=c` is an override among the run files."""
+    files = [word for word in args.config if "=" not in word]
+    if not files:
+        raise UsageError(f"no run file is named, only settings: {' '.join(args.config)}")
+    return files, [*(word for word in args.config if "=" in word), *args.overrides]
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:

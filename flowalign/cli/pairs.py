@@ -1,4 +1,4 @@
-"""`flowalign pairs`: from a table of scores to pairs to train on."""
+"""Runs `flowalign pairs`: makes pairs to train on from a table of scores."""
 
 import argparse
 import json
@@ -17,40 +17,59 @@ if TYPE_CHECKING:
 HELP = "Make pairs to train on of a table of scores."
 EXIT_FAILED = 1
 _TOLD = 3
-"""Lines of reasons where there is no pair."""
+"""Largest number of reasons that an error message lists."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `flowalign pairs`."""
     add = parser.add_argument
     add("table", help="folder of `flowalign score`, or its scores.parquet or scores.jsonl")
     add("--out", required=True, metavar="FOLDER", help="earlier pairs in it are replaced")
-    add("--rule", required=True, choices=("best_worst", "gap", "dominance", "per_dimension"),
+    add(
+        "--rule",
+        required=True,
+        choices=("best_worst", "gap", "dominance", "per_dimension"),
         help="the two extremes of a prompt; any two; any two of which one is worse in no "
-        "dimension; any two, in each dimension")  # fmt: skip
+        "dimension; any two, in each dimension",
+    )
     add("--dimensions", nargs="+", default=[], metavar="NAME", help="default: all that there are")
-    add("--weights", nargs="+", default=[], metavar="NAME=WEIGHT",
-        help="of the total, needed where several dimensions decide")  # fmt: skip
+    add(
+        "--weights",
+        nargs="+",
+        default=[],
+        metavar="NAME=WEIGHT",
+        help="of the total, needed where several dimensions decide",
+    )
     add("--min_gap", type=float, default=0.0, help="of the total, or the dimension; default 0")
     add("--tolerance", type=float, help="of dominance, how much worse still counts as no worse")
     add("--max_per_prompt", type=int, help="only so many pairs, those with the widest gaps")
     add("--by", choices=("prompt", "record"), default="prompt", help="what is compared with what")
     add("--stages", type=int, help="of a curriculum, wide gaps first; adds the column `stage`")
-    add("--stages_by", choices=("score", "rank"),
-        help="equal ranges of gaps (default), or equally many pairs")  # fmt: skip
+    add(
+        "--stages_by",
+        choices=("score", "rank"),
+        help="equal ranges of gaps (default), or equally many pairs",
+    )
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
     add("--seed", type=int, default=0, help="of the choice of held-out prompts")
-    add("--root", default="", metavar="FOLDER", help="where relative paths of the table begin; "
-        "default: the current folder")  # fmt: skip
-    add("--mixed_shapes", action="store_true",
-        help="pair media that differ in size or number of frames, too")  # fmt: skip
+    add(
+        "--root",
+        default="",
+        metavar="FOLDER",
+        help="where relative paths of the table begin; default: the current folder",
+    )
+    add(
+        "--mixed_shapes",
+        action="store_true",
+        help="pair media that differ in size or number of frames, too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 for pairs, 1 where there are none.
+    """Make pairs; returns 0, or 1 if the table gives none.
 
     Raises:
-        ConfigError: the user can correct it.
+        ConfigError: The options or the table need a correction by the user.
     """
     from flowalign.curation.pairing.job import check_folder, find
     from flowalign.utils.errors import ConfigError
@@ -94,9 +113,13 @@ def _job(args: argparse.Namespace) -> "Job":
     dims = list(dict.fromkeys(args.dimensions)) or list(given)
     scored = read_table(find_table(Path(args.table)), dims, args.root)
     return Job(
-        scored, _rule(args, scored.dims, given), args.by == "record", args.stages or 0,
-        args.stages_by or "score", args.mixed_shapes,
-    )  # fmt: skip
+        scored,
+        _rule(args, scored.dims, given),
+        args.by == "record",
+        args.stages or 0,
+        args.stages_by or "score",
+        args.mixed_shapes,
+    )
 
 
 def _rule(args: argparse.Namespace, dims: Sequence[str], given: Mapping[str, float]) -> "Rule":
@@ -128,7 +151,7 @@ def _parsed(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, Any]:
-    """The files, the summary last."""
+    """Write the files, the summary last; returns the summary."""
     from flowalign.curation.pairing import page
     from flowalign.curation.pairing.job import HELD_OUT, PAGE, SUMMARY, TRAIN, line, split, write
     from flowalign.utils.files import write_text
@@ -142,16 +165,27 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
             write(folder, name, (line(job, choice) for choice in choices))
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
-        "table": str(Path(args.table).resolve()), "fingerprint": job.table.fingerprint,
-        "rule": job.rule.name, "weights": dict(job.rule.weights), "min_gap": job.rule.min_gap,
-        "tolerance": job.rule.tolerance, "max_per_prompt": job.rule.max_per_prompt,
-        "by": args.by, "seed": args.seed, "held_out_share": args.held_out,
-        "mixed_shapes": job.mixed_shapes, "media": len(job.table.media),
-        "prompts": found.prompts, "pairs": len(found.choices), "train": len(train),
-        "held_out": len(held_out), "stages_by": job.stages_by if job.stages else None,
+        "table": str(Path(args.table).resolve()),
+        "fingerprint": job.table.fingerprint,
+        "rule": job.rule.name,
+        "weights": dict(job.rule.weights),
+        "min_gap": job.rule.min_gap,
+        "tolerance": job.rule.tolerance,
+        "max_per_prompt": job.rule.max_per_prompt,
+        "by": args.by,
+        "seed": args.seed,
+        "held_out_share": args.held_out,
+        "mixed_shapes": job.mixed_shapes,
+        "media": len(job.table.media),
+        "prompts": found.prompts,
+        "pairs": len(found.choices),
+        "train": len(train),
+        "held_out": len(held_out),
+        "stages_by": job.stages_by if job.stages else None,
         "stages": {str(stage): stages[stage] for stage in sorted(stages)},
-        "dropped_media": found.media.summary(), "dropped_pairs": found.pairs.summary(),
-    }  # fmt: skip
+        "dropped_media": found.media.summary(),
+        "dropped_pairs": found.pairs.summary(),
+    }
     write_text(folder / PAGE, page.render(folder.name, job, found, train or held_out, summary))
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary

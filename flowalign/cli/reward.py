@@ -47,9 +47,9 @@ def run_train(args: argparse.Namespace) -> int:
     from flowalign.utils.errors import ConfigError
 
     run, config = load_run(args.config, args.overrides)
-    say = Console(soft_wrap=True, highlight=False).print
+    log = Console(soft_wrap=True, highlight=False).print
     try:
-        trained = train(run, config, say, args.resume, args.overwrite)
+        trained = train(run, config, log, args.resume, args.overwrite)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     part = "test" if "test" in trained["figures"] else "held_out"
@@ -59,7 +59,7 @@ def run_train(args: argparse.Namespace) -> int:
         for dim, found in trained["figures"][part].items()
     }
     table(f"{part} records, best epoch {trained['best_epoch']}", rows)
-    say(f"reward model: {Path(run.output_dir) / MODEL}")
+    log(f"reward model: {Path(run.output_dir) / MODEL}")
     return 0
 
 
@@ -105,8 +105,12 @@ def _score_first(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise ValueError("--rewards needs --out, the folder that the scores are written to")
-    passed = [text for name, value in options.items() if value is not None
-              for text in (f"--{name}", str(value))]  # fmt: skip
+    passed = [
+        text
+        for name, value in options.items()
+        if value is not None
+        for text in (f"--{name}", str(value))
+    ]
     command = [sys.executable, "-m", "flowalign.cli.score", args.data]
     command += ["--rewards", args.rewards, "--out", args.out, *passed]
     code = subprocess.run(command, check=False).returncode
@@ -123,9 +127,10 @@ def _evaluate(args: argparse.Namespace) -> int:
 
     source = find_table(Path(args.data))
     settings = Settings(args.bootstrap, args.bins, seed=args.seed)
-    content = {"table": str(source), **evaluate(
-        read_scores(source), settings, args.scores, args.humans
-    )}  # fmt: skip
+    content = {
+        "table": str(source),
+        **evaluate(read_scores(source), settings, args.scores, args.humans),
+    }
     out = Path(args.out) if args.out else source.parent
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(finite(content), indent=1, allow_nan=False)
@@ -140,9 +145,12 @@ def _line(result: Mapping[str, Any]) -> str:
     """The headline figures of one row, for a terminal."""
     parts = [f"{result['pairs']} pairs"]
     for name, short in (
-        ("accuracy_without_ties", "w/o ties"), ("accuracy_held_out", "w/ ties"),
-        ("kendall", "tau"), ("spearman", "rho"), ("ece", "ECE"),
-    ):  # fmt: skip
+        ("accuracy_without_ties", "w/o ties"),
+        ("accuracy_held_out", "w/ ties"),
+        ("kendall", "tau"),
+        ("spearman", "rho"),
+        ("ece", "ECE"),
+    ):
         measure = result["measures"][name]
         if math.isfinite(measure["value"]):
             spread = f" [{measure['low']:.3f}, {measure['high']:.3f}]"

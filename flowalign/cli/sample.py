@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from flowalign.cli.messages import add_config
+from flowalign.cli.messages import add_config, settings_of
 from flowalign.utils.console import Progress
 from flowalign.utils.errors import ConfigError
-from flowalign.utils.files import aside, write_text
+from flowalign.utils.files import atomic_write, write_text
 from flowalign.utils.manifest import agree
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from flowalign.runs.config import RunFile
+    from flowalign.runs.config import Run
 
 HELP = "Make pictures with a run file's model, or a checkpoint of it."
 EXIT_STOPPED = 130
@@ -43,9 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="may be repeated")
     prompts.add_argument("--prompts", metavar="FILE", help="one a line, or JSONL with `prompt`")
-    add("--out", help="a PNG file for a grid, or a folder; the same one again goes on where it was;"
+    add(
+        "--out",
+        help="a PNG file for a grid, or a folder; the same one again goes on where it was;"
         " default: samples.png, with --prompts a folder samples; a grid of clips is a film strip "
-        "as PNG, and moves as .webp, .gif, .mp4 or .webm")  # fmt: skip
+        "as PNG, and moves as .webp, .gif, .mp4 or .webm",
+    )
     add("--count", type=int, default=4, help="pictures or clips per prompt, default 4")
     add("--limit", type=int, help="only the first so many prompts")
     add("--num_steps", type=int, help="default: as the run file evaluates, or trains")
@@ -60,15 +63,15 @@ def run(args: argparse.Namespace) -> int:
     """
     from flowalign.media.encode import CLIPS
 
-    say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
+    log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         request = _request(args)
-        say((_grid if request.out.suffix.lower() in (".png", *CLIPS) else _folder)(request))
+        log((_grid if request.out.suffix.lower() in (".png", *CLIPS) else _folder)(request))
         return 0
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
-        say("stopped; the same command goes on from here")
+        log("stopped; the same command goes on from here")
         return EXIT_STOPPED
 
 
@@ -76,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 class Request:
     """What is drawn."""
 
-    run: "RunFile"
+    run: "Run"
     settings: Mapping[str, Any]
     """All that decides a picture or a clip, beside which one it is."""
     prompts: Sequence[str]
@@ -125,11 +128,11 @@ def _request(args: argparse.Namespace) -> Request:
         value = vars(args)[name]
         if value is not None and value < 1:
             raise ValueError(f"--{name} is {value}; it must be at least 1")
-    run_file, text = load(args.config, args.overrides)
+    run_file, text = load(*settings_of(args))
     prompts = args.prompt or read_prompts(args.prompts)
     num_steps, micro_batch = _usual(run_file)
     if not (num_steps := args.num_steps or num_steps):
-        raise ValueError(f"{args.config} does not say how many steps to take: give --num_steps")
+        raise ValueError(f"{' '.join(args.config)} does not say how many steps to take: give --num_steps")
     seed = run_file.seed if args.seed is None else args.seed
     settings = {
         "policy": yaml.safe_load(text)["policy"],
@@ -141,9 +144,16 @@ def _request(args: argparse.Namespace) -> Request:
     }
     out = Path(args.out or ("samples.png" if args.prompt else "samples"))
     return Request(
-        run_file, settings, prompts[: args.limit], args.count, num_steps, seed, args.weights, out,
+        run_file,
+        settings,
+        prompts[: args.limit],
+        args.count,
+        num_steps,
+        seed,
+        args.weights,
+        out,
         micro_batch,
-    )  # fmt: skip
+    )
 
 
 def _content(folder: Path) -> str:
@@ -164,19 +174,17 @@ def _content(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
-def _usual(run_file: "RunFile") -> tuple[int, int]:
-    """Steps and batch of a run file that evaluates or samples; of another one, 0 steps."""
-    from flowalign.runs.config import Run
-
-    known = run_file.evaluation
-    if known is None and isinstance(run_file, Run):
-        known = run_file.recipe.sampling
-    return (known.num_steps, known.micro_batch) if known else (0, _DECODED_AT_ONCE)
+def _usual(run: "Run") -> tuple[int, int]:
+    """Denoising steps and batch size of a run's evaluation, else of its training; else 0 steps."""
+    cfg = run.evaluation
+    if cfg:
+        return cfg.num_steps, cfg.micro_batch
+    return run.recipe.sampler or (0, _DECODED_AT_ONCE)
 
 
 def _grid(request: Request) -> str:
     """One picture, a row for each prompt; of clips one that moves, or a film strip of each."""
-    from flowalign.media.grids import write_grid
+    from flowalign.media.image_grid import write_grid
     from flowalign.utils.seeds import generator
 
     if request.out.suffix.lower() != ".png" and not request.fps:
@@ -261,7 +269,7 @@ def _write(file: Path, frames: "Tensor", fps: float | None) -> None:
         write_clip(file, frames, fps)
         return
     picture = Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy())
-    with aside(file, alone=True) as partial:
+    with atomic_write(file, alone=True) as partial:
         picture.save(partial, format="PNG")
 
 

@@ -1,4 +1,4 @@
-"""`flowalign score`: score a preference dataset or a folder of media with reward models."""
+"""Runs `flowalign score`: scores a preference dataset or a folder of media with reward models."""
 
 import argparse
 import contextlib
@@ -17,7 +17,7 @@ from flowalign.utils.console import table
 from flowalign.utils.manifest import agree, compare
 
 if TYPE_CHECKING:
-    from flowalign.curation.scoring.job import Job, Speed, Tally, Watch
+    from flowalign.curation.scoring.job import Job, RunningStats, Speed, Watch
     from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of media."
@@ -25,13 +25,21 @@ EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
 _SECONDS_BETWEEN_LINES = 5.0
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
-    "rewards", "out", "schema", "root", "format", "batch_size", "workers", "limit", "max_frames",
+    "rewards",
+    "out",
+    "schema",
+    "root",
+    "format",
+    "batch_size",
+    "workers",
+    "limit",
+    "max_frames",
     "max_failed_fraction",
-)  # fmt: skip
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `flowalign score`."""
     add = parser.add_argument
     add("data", help="folder of media or parquet files, or a .jsonl, .json, .csv, .parquet file")
     add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
@@ -47,16 +55,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = parser.add_mutually_exclusive_group()
     several.add_argument("--processes", type=int, default=1, help="on this machine")
     several.add_argument(
-        "--shard", metavar="i/n", help="be the i-th of n processes, from 0; run once more "
-        "without it to merge"
-    )  # fmt: skip
+        "--shard",
+        metavar="i/n",
+        help="be the i-th of n processes, from 0; run once more without it to merge",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 for a table, 1 where too many rows failed; the table is there all the same at the end.
+    """Score; returns 0, or 1 if too many rows failed, which may leave a complete table.
 
     Raises:
-        ConfigError: the user can correct it.
+        ConfigError: The options or the data need a correction by the user.
     """
     from flowalign.utils.errors import ConfigError
 
@@ -68,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """One process of several is started as `python -m flowalign.cli.score`."""
+    """Run one process of several, which is started as `python -m flowalign.cli.score`."""
     from flowalign.utils.errors import ConfigError
 
     parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
@@ -97,7 +106,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run_one(args: argparse.Namespace) -> int:
-    """The whole job, or one shard of it."""
+    """Run the whole job, or one shard of it."""
     from flowalign.curation.scoring.job import Job, Speed
     from flowalign.curation.scoring.rows import fingerprint
     from flowalign.curation.scoring.table import alone
@@ -109,9 +118,16 @@ def _run_one(args: argparse.Namespace) -> int:
     models, text = load_rewards(args.rewards)
     i, n = _shard(args.shard)
     job = Job(
-        dataset, models, Path(args.out), args.batch_size, args.workers, args.limit,
-        args.max_frames, args.max_failed_fraction, (i, n),
-    )  # fmt: skip
+        dataset,
+        models,
+        Path(args.out),
+        args.batch_size,
+        args.workers,
+        args.limit,
+        args.max_frames,
+        args.max_failed_fraction,
+        (i, n),
+    )
     Console().print(f"{args.data}: schema {dataset.schema.name}", markup=False, highlight=False)
     settings = _settings(args, dataset, text)
     with alone(job.folder / "parts" / f".lock-{i}-of-{n}"):
@@ -132,24 +148,24 @@ def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
     except TooManyFailed as error:
         if not args.shard:
             about = {"status": "stopped", **_about(job.folder), **speed.summary()}
-            summarise(job.folder, error.tally, about)
+            summarise(job.folder, error.stats, about)
         return _failed(str(error))
     return 0 if args.shard else _finish(args, blocks, speed.summary())
 
 
 def _run_several(args: argparse.Namespace) -> int:
-    """This command once a shard, side by side, and then the table."""
+    """Run this command once per shard, side by side, and then merge the table."""
     from flowalign.curation.scoring.table import Parts
     from flowalign.utils.subprocesses import Job, run_all
 
-    say = Console().print
+    log = Console().print
     folder = Path(args.out)
     jobs = [
         Job(f"shard {i}", [*_device(i), *_shard_command(args, i)], folder / "logs" / f"{i}.log")
         for i in range(args.processes)
     ]
     start = time.perf_counter()
-    failed = run_all(jobs, len(jobs), lambda text: say(text, markup=False, highlight=False))
+    failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
     if failed:
         return _failed("\n".join(_last_line(job.log) for job in failed))
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
@@ -163,22 +179,23 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
     from flowalign.data.readers import open_dataset
 
     folder = Path(args.out)
-    tally = finish(folder, blocks, args.format, {**_about(folder), **speed})
+    stats = finish(folder, blocks, args.format, {**_about(folder), **speed})
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     dataset = open_dataset(args.data, args.schema, args.root)
     page = score_page.write(folder, Parts(folder / "parts").rows(blocks), dataset, summary)
     rows = {
         dim: f"{known['mean']:.4g} +- {known['std']:.2g}, {known['valid']} valid"
-        if known["valid"] else "none valid"
-        for dim, known in tally.summary()["dimensions"].items()
-    }  # fmt: skip
-    reasons = {
-        why: f"{count} row{'s' * (count > 1)}" for why, count in tally.reasons.most_common(5)
+        if known["valid"]
+        else "none valid"
+        for dim, known in stats.summary()["dimensions"].items()
     }
-    title = f"{tally.rows} rows, {tally.failed} failed: {folder / f'scores.{args.format}'}"
+    reasons = {
+        why: f"{count} row{'s' * (count > 1)}" for why, count in stats.reasons.most_common(5)
+    }
+    title = f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}"
     table(title, rows | reasons | {"page": str(page)})
     try:
-        tally.check(args.max_failed_fraction)
+        stats.check(args.max_failed_fraction)
     except TooManyFailed as error:
         return _failed(str(error))
     return 0
@@ -190,18 +207,23 @@ def _failed(why: str) -> int:
 
 
 def _settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dict[str, Any]:
-    """What decides the scores; batches and processes do not."""
+    """Return the settings that decide the scores; batches and processes do not."""
     from flowalign.curation.scoring.job import RECORDS_PER_PART
 
     return {
-        "data": str(Path(args.data).resolve()), "root": str(dataset.root.resolve()),
-        "identity": dataset.identity(), "schema": dataset.schema.name, "rewards": rewards,
-        "limit": args.limit, "max_frames": args.max_frames, "records_per_part": RECORDS_PER_PART,
-    }  # fmt: skip
+        "data": str(Path(args.data).resolve()),
+        "root": str(dataset.root.resolve()),
+        "identity": dataset.identity(),
+        "schema": dataset.schema.name,
+        "rewards": rewards,
+        "limit": args.limit,
+        "max_frames": args.max_frames,
+        "records_per_part": RECORDS_PER_PART,
+    }
 
 
 def _about(folder: Path) -> dict[str, Any]:
-    """What a reader of the summary wants to know of the job."""
+    """Return the settings of the job, for the summary."""
     return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
 
 
@@ -223,7 +245,7 @@ def _shard_command(args: argparse.Namespace, i: int) -> list[str]:
 
 
 def _device(i: int) -> list[str]:
-    """Its own accelerator for each process, where there are several."""
+    """Return a command prefix that gives each process its own accelerator, if there are several."""
     import torch
 
     count = torch.cuda.device_count()
@@ -241,7 +263,7 @@ def _last_line(log: Path) -> str:
 
 @contextlib.contextmanager
 def _meter(job: "Job") -> Iterator["Watch"]:
-    """A bar on a terminal; in a log, a line at most every 5 seconds."""
+    """Show progress: a bar on a terminal; in a log, a line at most every 5 seconds."""
     total = job.dataset.size()
     if total is not None:
         total = min(total, job.limit or total) // job.shard[1]
@@ -255,16 +277,16 @@ def _meter(job: "Job") -> Iterator["Watch"]:
     task = bar.add_task("", total=total, status="")
     printed_at = time.monotonic()
 
-    def watch(tally: "Tally", speed: "Speed") -> None:
+    def watch(stats: "RunningStats", speed: "Speed") -> None:
         nonlocal printed_at
         now = speed.summary()
         status = (
-            f"{tally.failed} failed  {now['rows_per_second']:.1f} rows/s  "
+            f"{stats.failed} failed  {now['rows_per_second']:.1f} rows/s  "
             f"{now['share_in_model']:.0%} in the model"
         )
-        bar.update(task, completed=tally.rows, status=status)
+        bar.update(task, completed=stats.rows, status=status)
         if bar.disable and time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
-            bar.console.print(f"{tally.rows} rows  {status}", markup=False, highlight=False)
+            bar.console.print(f"{stats.rows} rows  {status}", markup=False, highlight=False)
             printed_at = time.monotonic()
 
     with bar:

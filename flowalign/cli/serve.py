@@ -20,9 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds per request, at most")
     parser.add_argument("--max_request_mb", type=float, default=256.0)
     parser.add_argument(
-        "--token_env", default="FLOWALIGN_REWARD_TOKEN", metavar="NAME",
+        "--token_env",
+        default="FLOWALIGN_REWARD_TOKEN",
+        metavar="NAME",
         help="environment variable with the token that clients must send",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,9 +49,9 @@ def run(args: argparse.Namespace) -> int:
     import uvicorn
     from rich.console import Console
 
-    say = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
-    say(f"rewards on http://{args.host}:{args.port}: /health /spec /score. In a run file:")
-    say(snippet(service, f"http://{args.host}:{args.port}"))
+    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
+    log(f"rewards on http://{args.host}:{args.port}: /health /spec /score. In a run file:")
+    log(snippet(service, f"http://{args.host}:{args.port}"))
     uvicorn.run(app, host=args.host, port=args.port, log_level="warning", access_log=False)
     return 0
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.check import planned
-from flowalign.cli.messages import UsageError, add_config, add_processes, printer
+from flowalign.cli.messages import UsageError, add_config, add_processes, printer, settings_of
 
 if TYPE_CHECKING:
-    from flowalign.runs.config import AnyRun
+    from flowalign.runs.config import Run
 
 HELP = "Train as a run file says."
 
@@ -17,8 +17,13 @@ HELP = "Train as a run file says."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the verb, beside what overrides the run file."""
     add_config(parser)
-    parser.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT",
-                        help="go on from the newest checkpoint, or from this one")  # fmt: skip
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="CHECKPOINT",
+        help="go on from the newest checkpoint, or from this one",
+    )
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier run there")
     add_processes(parser)
 
@@ -27,11 +32,11 @@ def run(args: argparse.Namespace) -> int:
     """0 for a finished run, 130 for one that was interrupted and can go on."""
     from flowalign.runs.config import load
 
-    run_file, config = load(args.config, args.overrides)
+    run_file, config = load(*settings_of(args))
     return execute(run_file, config, args.resume, args.overwrite)
 
 
-def execute(run_file: "AnyRun", config: str, resume: str | None, overwrite: bool) -> int:
+def execute(run_file: "Run", config: str, resume: str | None, overwrite: bool) -> int:
     """Print the plan, train, and print what came of it."""
     from flowalign.runs import session as runs
     from flowalign.training import checkpoint
@@ -49,7 +54,7 @@ def execute(run_file: "AnyRun", config: str, resume: str | None, overwrite: bool
         if main and overwrite and not resume:
             runs.remove(folder)
         session = runs.start(run_file, config, log, from_checkpoint)
-        summary = runs.train(session, from_checkpoint)
+        summary = runs.train(session)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if main:

@@ -1,4 +1,4 @@
-"""Branch credit: a transition earns what grew from it, compared with its alternatives.
+"""Credit a transition with the outcomes that descend from it, compared with its alternatives.
 
 Sources: TempFlow-GRPO, arXiv:2508.04324 (combs, siblings compared); BranchGRPO, arXiv:2509.06040v5
 (trees, nodes of equal depth compared, pruning).
@@ -14,27 +14,28 @@ from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step, siblings
 from flowalign.functional.advantage import group_mean
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 def fused(
     outcome: Float[Tensor, "B R"],
-    origin: Int[Tensor, "B S"],
+    source_row: Int[Tensor, "B S"],
     logp: Float[Tensor, "B T"],
     beta: float | None = None,
 ) -> Float[Tensor, "B T R"]:
-    """Value of the state that each transition reaches, from the outcomes below it.
+    """Return the value of the state that each transition reaches, from the outcomes below it.
 
-    beta None: the mean of all outcomes below. Else, from the leaves to the root, the mean over the
-    children of a state weighted by softmax(beta * log-probability of their transitions).
+    If beta is None, that is the mean of all outcomes below. Otherwise, from the leaves to the root,
+    it is the mean over the children of a state weighted by softmax(beta * log-probability of their
+    transitions).
     """
     reached = [outcome]
     for k in range(logp.shape[1] - 1, 0, -1):
-        state = origin[:, k].unique(return_inverse=True)[1]
+        state = source_row[:, k].unique(return_inverse=True)[1]
         if beta is None:
             reached.append(group_mean(outcome, state))
             continue
-        own = origin[:, k + 1] == torch.arange(len(origin))
+        own = source_row[:, k + 1] == torch.arange(len(source_row))
         weight = torch.where(own, beta * logp[:, k].double(), -torch.inf)
         highest = torch.full_like(weight, -torch.inf)
         highest = highest.scatter_reduce(0, state, weight, "amax")[state]
@@ -49,7 +50,7 @@ def fused(
 def extremes(
     value: Float[Tensor, "B T R"], group: Int[Tensor, "B T"], mask: Bool[Tensor, "B T"], width: int
 ) -> Bool[Tensor, "B T"]:
-    """The part of mask that is among the `width` best or worst of its group in some dimension."""
+    """Return the part of mask among the `width` best or worst of its group in some dimension."""
     kept = torch.zeros_like(mask)
     for label in group[mask].unique():
         members = (mask & (group == label)).nonzero()
@@ -63,39 +64,42 @@ def extremes(
 class Branch(CreditEstimator):
     """Each transition earns the value of the state that it reached; a shared one counts once.
 
-    In a comb that is the outcome of the one sample that left there. It needs a
-    `sampling.branching` other than chains.
+    In a comb that is the outcome of the one sample that branched off there. Credit by branches
+    needs a `sampling.branching` other than chains.
     """
 
     compare: Literal["siblings", "depth"] = "siblings"
-    """With transitions from the same state (TempFlow-GRPO), or with all of the prompt at the same
-    step (BranchGRPO)."""
+    """siblings: compares transitions from the same state (TempFlow-GRPO). depth: compares all
+    transitions of the prompt at the same step (BranchGRPO)."""
     beta: float | None = None
-    """None: outcomes below a state count alike. Else children count by softmax(beta * logp)."""
+    """Null: outcomes below a state count alike. Otherwise children are weighted by softmax(beta *
+    logp)."""
     width: int | None = None
-    """Train only this many of the best and of the worst of each comparison (width pruning)."""
+    """Number of the best and of the worst of each comparison that are trained (width pruning);
+    null: all."""
     depths: Sequence[int] | None = None
-    """Train only these steps (depth pruning)."""
+    """Indices of the steps that are trained (depth pruning); null: all."""
 
     def __post_init__(self) -> None:
-        """Refuse a pruning that leaves nothing."""
+        """Reject a width below 1, which would train nothing."""
         if self.width is not None and self.width < 1:
             raise ValueError(f"credit.width is {self.width}; it must be at least 1, or null")
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
-        """Fuse the outcomes; ValueError where nothing branches."""
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Fuse the outcomes; raise ValueError where no samples share states."""
         group, mask = siblings(trajectory), trajectory.trained
         if not (trajectory.group_size > 1 and _branches(group, mask)):
             raise ValueError(
                 "credit by branches needs samples that share states: set recipe.sampling.branching "
-                "to flowalign.sampling.branching.Comb or Tree,\nor recipe.sampling.seeds_per_prompt to 1"
+                "to flowalign.sampling.branching.Comb or Tree,\n"
+                "or recipe.sampling.seeds_per_prompt to 1"
             )
         if self.compare == "depth":
             group = per_prompt_and_step(trajectory)
         if self.depths is not None:
             mask = mask & torch.isin(torch.arange(trajectory.num_steps), torch.tensor(self.depths))
         outcome = values([trajectory.num_steps])[:, 0]
-        value = fused(outcome, trajectory.origin, trajectory.logp.cpu(), self.beta)
+        value = fused(outcome, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta)
         if self.width is not None:
             mask = extremes(value, group, mask, self.width)
         return StepCredit(value, group, mask)

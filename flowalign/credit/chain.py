@@ -1,4 +1,4 @@
-"""What estimators along a chain share: its stochastic steps, and credit laid out over all steps."""
+"""Share what estimators along a chain need: its stochastic steps, and credit over all steps."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from flowalign.types import StepCredit, Trajectory
 
 
 def stochastic_steps(trajectory: Trajectory) -> list[int]:
-    """The trained steps of a trajectory, increasing.
+    """Return the indices of a trajectory's trained steps, increasing.
 
     ODE steps need no value of their own: state k + 1 after step k has the value of the next
-    stochastic state, or the outcome, because the rollout itself finished it up to there. Valued at
-    [*steps, T], a chain therefore misses nothing.
+    stochastic state, or the outcome, because the rollout itself finished it up to there. Values at
+    [*steps, T] therefore cover a chain.
     """
     stochastic = trajectory.eta > 0
     if (stochastic != stochastic[:1]).any():
@@ -32,7 +32,7 @@ def step_credit(
     earned: Float[Tensor, "B n R"],
     marked: Bool[Tensor, "B n"] | None = None,
 ) -> StepCredit:
-    """Credit of the given steps, some marked; the others earn 0 and are not trained."""
+    """Spread credit of the given steps, some marked, over all; others earn 0, are not trained."""
     value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
     value[:, list(steps)] = earned
     everywhere = None

@@ -1,4 +1,4 @@
-"""Contrast: only the best and the worst of siblings are trained, where they stand out.
+"""Train only the best and the worst of siblings, and only if they stand out.
 
 Source: B2-DiffuRL, arXiv:2503.11240, and its code; its scores are also compared with those of the
 last eight stages, ours with those of the prompt's present samples only.
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 def contrast(
     score: Float[Tensor, "n R"], group: Int[Tensor, "n"], threshold: float
 ) -> Float[Tensor, "n R"]:
-    """The highest score of each group if at least threshold, the lowest if at most -threshold.
+    """Keep each group's highest score if at least threshold, its lowest if at most -threshold.
 
     Everything else is 0, and so are missing scores. Of equal scores the first counts.
     """
@@ -37,23 +37,23 @@ def contrast(
 
 @dataclass(frozen=True, kw_only=True)
 class Contrast(CreditEstimator):
-    """All steps of a sample earn its score, if it is the best or worst of its initial noise.
+    """All steps of a sample earn its score if it is the best or worst of its initial noise.
 
-    Scores are outcomes compared within the prompt. It needs siblings: a `seeds_per_prompt` below
-    samples_per_prompt, or trees; and advantage_scale given.
+    Scores are outcomes compared within the prompt. Siblings are required, by a `seeds_per_prompt`
+    below samples_per_prompt or by trees, and advantage_scale given.
     """
 
     threshold: float = 0.5
-    """In standard deviations of the prompt's outcomes."""
+    """Smallest size of a score that is kept, in standard deviations of the prompt's outcomes."""
 
     def __post_init__(self) -> None:
-        """Refuse a threshold that lets the middle pass."""
+        """Reject a negative threshold."""
         if not self.threshold >= 0:
             raise ValueError(f"credit.threshold is {self.threshold}; it must be at least 0")
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
-        """Compare the outcomes and keep the extremes; ValueError where there are no siblings."""
-        family, prompt = trajectory.origin[:, 0], per_prompt_and_step(trajectory)
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Compare the outcomes and keep the extremes; raise ValueError if there are no siblings."""
+        family, prompt = trajectory.rows.source_row[:, 0], per_prompt_and_step(trajectory)
         if len(family.unique()) == len(family):
             raise ValueError(
                 "credit by contrast needs samples that share their initial noise: "

@@ -1,8 +1,8 @@
-"""Discounted credit: a step earns the values of the states that follow, near ones counting more.
+"""Credit a step with the values of the states that follow, nearer ones counting more.
 
 Source: VGPO, arXiv:2512.12387v1, known from its reviews: our reconstruction. VGPO values states by
 the one-step prediction of the data, which is a matter of the recipe's completion. How it goes on to
-weight advantages with these sums is not here.
+weight advantages with these sums is not implemented.
 """
 
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[Tensor, "B n R"]:
-    """r_k = sum over j >= k of gamma^(j-k) V_{j+1}, given V_{j+1} at place j."""
+    """Return r_k = sum over j >= k of gamma^(j-k) V_{j+1}, given V_{j+1} at index j."""
     total = torch.zeros_like(next_values[:, 0])
     sums = []
     for value in reversed(next_values.unbind(dim=1)):
@@ -34,14 +34,15 @@ class Discounted(CreditEstimator):
     """
 
     gamma: float
-    """In (0, 1]. No default, as the published value is not known to us; 0 would be NextValue."""
+    """Discount in (0, 1]. No default, as the published value is not known to us; 0 would be
+    NextValue."""
 
     def __post_init__(self) -> None:
-        """Refuse sums in which far states count more, and those of one term."""
+        """Reject a gamma above 1, where far states count more, and one of 0 or less."""
         if not 0 < self.gamma <= 1:
             raise ValueError(f"credit.gamma is {self.gamma}; it must lie in (0, 1]")
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step but the first, and the outcome."""
         steps = stochastic_steps(trajectory)
         reached = values([*steps[1:], trajectory.num_steps])

@@ -1,6 +1,6 @@
-"""Credit by value: what a step added to the picture that the ODE would make of its state.
+"""Credit a step with its change of value, the reward of what the ODE makes of the state.
 
-Source: DenseGRPO, arXiv:2601.20218v2. Its noise calibration is a matter of sampling, not of credit.
+Source: DenseGRPO, arXiv:2601.20218v2. Its noise calibration is part of sampling, not of credit.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 def gains(values: Float[Tensor, "B S R"]) -> Float[Tensor, "B S-1 R"]:
-    """V_{k+1} - V_k. The gains of a trajectory sum to its last value minus its first."""
+    """Return V_{k+1} - V_k. The gains of a trajectory sum to its last value minus its first."""
     return values.diff(dim=1)
 
 
@@ -25,7 +25,7 @@ class Gain(CreditEstimator):
     prompt at once.
     """
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step, and the outcome."""
         steps = stochastic_steps(trajectory)
         return step_credit(trajectory, steps, gains(values([*steps, trajectory.num_steps])))
@@ -38,7 +38,7 @@ class NextValue(CreditEstimator):
     Source: DenseGRPO's ablation "Dense Reward (Baseline)".
     """
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step but the first, and the outcome."""
         steps = stochastic_steps(trajectory)
         return step_credit(trajectory, steps, values([*steps[1:], trajectory.num_steps]))

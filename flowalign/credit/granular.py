@@ -1,4 +1,4 @@
-"""Granular credit: a step is judged by several completions of the state it reached, fine to coarse.
+"""Credit a step by several completions of the state that it reached, from fine to coarse.
 
 Source: G2RPO, arXiv:2510.01982v3, and code of bcmi/Granular-GRPO.
 """
@@ -10,30 +10,31 @@ import torch
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.functional.advantage import compared
-from flowalign.functional.tail import Completion
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.functional.completion import Completion
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 @dataclass(frozen=True, kw_only=True)
 class Granular(CreditEstimator):
     """Each step earns the sum over granularities of its advantage under that completion.
 
-    G2RPO takes one stochastic step at a time, from an initial noise that the prompt shares:
-    window Random(size=1), seeds_per_prompt 1. It needs advantage_scale given.
+    G2RPO takes one stochastic step at a time, from an initial noise that the prompt shares: window
+    Random(size=1), seeds_per_prompt 1. Credit by granularity needs advantage_scale given.
     """
 
     strides: Sequence[int] = (1, 2, 3)
-    """A completion takes one step, then every stride-th point of the schedule."""
+    """One granularity each: a completion takes one step, then every stride-th point of the
+    schedule."""
 
     def __post_init__(self) -> None:
-        """Refuse strides that are none."""
+        """Reject strides that are missing, below 1 or repeated."""
         if not self.strides or min(self.strides) < 1 or len(set(self.strides)) < len(self.strides):
             raise ValueError(
                 f"credit.strides is {list(self.strides)}; "
                 "give different whole numbers of at least 1"
             )
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value every state that a stochastic step reached, once per stride."""
         steps = stochastic_steps(trajectory)
         total = torch.zeros(0)

@@ -1,4 +1,4 @@
-"""Outcome credit: every stochastic step earns the reward of the finished sample.
+"""Credit every stochastic step with the reward of the finished sample.
 
 Source: Flow-GRPO, arXiv:2505.05470v5.
 """
@@ -6,14 +6,14 @@ Source: Flow-GRPO, arXiv:2505.05470v5.
 from dataclasses import dataclass
 
 from flowalign.credit.groups import per_prompt_and_step
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 @dataclass(frozen=True)
 class Outcome(CreditEstimator):
-    """Sparse terminal reward, broadcast over steps: the baseline of every dense method."""
+    """Every stochastic step earns the terminal reward: the sparse baseline of dense methods."""
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Credit every stochastic transition with the value of the last state."""
         final = values([trajectory.num_steps])
         return StepCredit(

@@ -1,4 +1,4 @@
-"""Redistributed outcome: steps that brought the latent nearer to its end get more of the reward.
+"""Give more of the outcome to steps that brought the latent nearer to its end.
 
 Source: CoCA, arXiv:2505.19196, known from secondary sources: the share below is our reconstruction.
 (SuperFlow's share, proportional to sigma, is `step_weight: sigma`.)
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 def nearness(trajectory: Trajectory) -> Float[Tensor, "B S"]:
-    """Cosine between each state and the last, for states of trained steps; 0 for all others."""
+    """Return the cosine between each state and the last, for states of trained steps; else 0."""
     steps = trajectory.trained.any(0).nonzero().flatten().tolist()
     end = trajectory.state(trajectory.num_steps).flatten(1)
-    near = torch.zeros(trajectory.origin.shape)
+    near = torch.zeros(trajectory.rows.source_row.shape)
     for k in {*steps, *(k + 1 for k in steps)}:
         near[:, k] = torch.cosine_similarity(trajectory.state(k).flatten(1), end, dim=1).cpu()
     return near
@@ -26,7 +26,7 @@ def nearness(trajectory: Trajectory) -> Float[Tensor, "B S"]:
 def shares(
     nearness: Float[Tensor, "B S"], trained: Float[Tensor, "B S-1"]
 ) -> Float[Tensor, "B S-1"]:
-    """How much nearer each step came to the last state; mean 1 over trained steps.
+    """Return by how much each step came nearer to the last state, with mean 1 over trained steps.
 
     A step that led away gets 0. Where no trained step came nearer, all get 1.
     """
@@ -38,8 +38,8 @@ def shares(
 class Redistribute(CreditEstimator):
     """Each step earns its share of the advantage of the outcome. It needs advantage_scale given."""
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
-        """Compare the outcomes, then hand them out."""
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Compare the outcomes, then distribute their advantages over the steps."""
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
         advantage = compared(outcome, prompt[:, -1])
         trained = trajectory.trained

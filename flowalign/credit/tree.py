@@ -1,4 +1,4 @@
-"""Tree credit: a transition earns the mean advantage of the leaves below it.
+"""Credit a transition with the mean advantage of the leaves below it.
 
 Sources: TreeGRPO, arXiv:2512.08153 (children weighted by their log-probability); Dynamic-TreeRPO,
 arXiv:2509.23352v3, whose equations are not public: the plain mean is our reconstruction.
@@ -9,22 +9,23 @@ from dataclasses import dataclass
 from flowalign.credit.branch import fused
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeafAdvantage(CreditEstimator):
-    """Leaves are compared within their prompt; a transition earns the mean of those below it.
+    """Each transition earns the mean advantage of the leaves below it, compared per prompt.
 
-    Branch compares transitions of equal depth instead. It needs a `sampling.branching` of
-    flowalign.sampling.branching.Tree, and advantage_scale given.
+    Branch compares transitions of equal depth instead. Credit by trees needs a `sampling.branching`
+    of flowalign.sampling.branching.Tree, and advantage_scale given.
     """
 
     beta: float | None = None
-    """None: leaves count alike. Else children count by softmax(beta * logp); TreeGRPO: 1."""
+    """Null: leaves count alike. Otherwise children are weighted by softmax(beta * logp); TreeGRPO:
+    1."""
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
-        """Compare the outcomes, then fuse their advantages; ValueError where nothing is shared."""
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
+        """Compare the outcomes and fuse their advantages; raise ValueError without shared steps."""
         if bool((trajectory.trained == (trajectory.eta > 0).cpu()).all()):
             raise ValueError(
                 "credit by trees needs samples that share transitions: set "
@@ -32,5 +33,5 @@ class LeafAdvantage(CreditEstimator):
             )
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
         advantage = compared(outcome, prompt[:, -1])
-        value = fused(advantage, trajectory.origin, trajectory.logp.cpu(), self.beta)
+        value = fused(advantage, trajectory.rows.source_row, trajectory.logp.cpu(), self.beta)
         return StepCredit(value, prompt, trajectory.trained, normalised=True)

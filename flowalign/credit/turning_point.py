@@ -1,4 +1,4 @@
-"""Turning-point credit: gains, and long-term credit for the steps that turn a trajectory around.
+"""Credit steps with gains, and steps that turn a trajectory around with all that follows.
 
 Source: TP-GRPO, arXiv:2602.06422v1; code of YunzeTong/TurningPoint-GRPO.
 """
@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 
 Constraint = Literal["consistent", "none"]
 
@@ -22,13 +22,13 @@ def turning_points(
     first_step: bool = True,
     dead_zone: float = 0.0,
 ) -> Float[Tensor, "B S-1 R"]:
-    """1 where a step turns, 0 or less where not, NaN where a value that decides it is missing.
+    """Return 1 where a step turns the trend, 0 or less elsewhere, NaN if a value is missing for it.
 
-    Step k turns if gain_{k-1} goes against the overall gain V_T - V_0 and gain_k goes with it
-    (Def. 4.1, constraint none) and the gain after it, V_T - V_{k+1}, has the sign of gain_k
-    (Def. 5.1, consistent: the last step never turns). The first step has no step before it and
-    turns if its gain has the sign of what follows, or, without constraint, of the overall gain.
-    Changes of at most `dead_zone`, the noise of the reward, have sign 0 and turn nothing.
+    Step k turns if gain_{k-1} goes against the overall gain V_T - V_0 and gain_k goes with it (Def.
+    4.1, constraint none) and the gain after it, V_T - V_{k+1}, has the sign of gain_k (Def. 5.1,
+    consistent: the last step never turns). The first step has no step before it and turns if its
+    gain has the sign of what follows, or, without constraint, of the overall gain. Changes of at
+    most `dead_zone`, the noise of the reward, have sign 0 and turn nothing.
     """
     gain = _trend(values.diff(dim=1), dead_zone)
     overall = _trend(values[:, -1:] - values[:, :1], dead_zone)
@@ -44,10 +44,11 @@ def turning_points(
 def balanced(
     turning: Float[Tensor, "B n R"], values: Float[Tensor, "B S R"], group_size: int
 ) -> Float[Tensor, "B n R"]:
-    """As many turning points in rising as in falling trajectories of a group, the others set to 0.
+    """Keep as many turning points in rising as in falling trajectories of a group, zero the rest.
 
     Those of the largest |V_T - V_0| stay; ties go to the earlier sample, then the earlier step. A
-    group that has only one kind keeps all. The reference balances a micro-batch of mixed prompts.
+    group that has only one kind keeps all. The reference code balances a micro-batch of mixed
+    prompts.
     """
     overall = (values[:, -1:] - values[:, :1]).expand_as(turning)
     size = overall.reshape(-1, group_size * turning.shape[1], turning.shape[2])
@@ -64,7 +65,7 @@ def balanced(
 def turning_point_credit(
     values: Float[Tensor, "B S R"], turning: Float[Tensor, "B S-1 R"]
 ) -> Float[Tensor, "B S-1 R"]:
-    """V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where that is undecided."""
+    """Return V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where undecided."""
     remaining = values[:, -1:] - values[:, :-1]
     earned = torch.where(turning > 0, remaining, values.diff(dim=1))
     return earned.masked_fill(turning.isnan(), torch.nan)
@@ -74,25 +75,26 @@ def turning_point_credit(
 class TurningPoint(CreditEstimator):
     """Each step earns its gain, and a step that turns the trend all that is gained from it on.
 
-    V_0 is the value of the trajectory's own initial state; the reference starts its ODE from other
-    noise, which compares unrelated pictures. Reward dimensions turn independently.
+    V_0 is the value of the trajectory's own initial state; the reference code starts its ODE from
+    other noise, which compares unrelated images. Reward dimensions turn independently.
     """
 
     constraint: Constraint = "consistent"
-    """Def. 5.1 of the paper, or none: Def. 4.1."""
+    """Definition of a turning point. consistent: Def. 5.1 of the paper. none: Def. 4.1."""
     first_step: bool = True
-    """Whether the first step may turn."""
+    """Whether the first step may be a turning point."""
     balance: bool = True
-    """Keep as many turning points of rising as of falling trajectories in each prompt's group."""
+    """Whether to keep as many turning points of rising as of falling trajectories per prompt."""
     dead_zone: float = 0.0
-    """Changes of value up to this size have no sign. 0 suits rewards without noise."""
+    """Largest change of value that has no sign, in units of the reward. 0 suits noiseless
+    rewards."""
 
     def __post_init__(self) -> None:
-        """Refuse a dead zone that is none."""
+        """Reject a negative dead zone."""
         if not self.dead_zone >= 0:
             raise ValueError(f"credit.dead_zone is {self.dead_zone}; it must be at least 0")
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the state before each stochastic step, and the outcome."""
         steps = stochastic_steps(trajectory)
         v = values([*steps, trajectory.num_steps])

@@ -1,4 +1,4 @@
-"""Prompts: reading them, and an order that is a pure function of the seed."""
+"""Reads prompts, and orders them by a pure function of the seed."""
 
 import json
 import random
@@ -13,13 +13,13 @@ from flowalign.utils.files import bundled
 
 @dataclass(frozen=True)
 class Prompts:
-    """A list of prompts, gone through in a new random order each epoch."""
+    """Goes through a list of prompts, in a new random order each epoch."""
 
     texts: Sequence[str]
     seed: int = 0
 
     def batch(self, step: int, size: int) -> list[str]:
-        """The prompts of one step: the same for the same seed, however often the run resumed."""
+        """Return the prompts of one step; they depend on the seed, not on where a run resumed."""
         return [self._at(i) for i in range(step * size, (step + 1) * size)]
 
     def _at(self, position: int) -> str:
@@ -35,19 +35,19 @@ def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
 
 
 def read_prompts(path: str) -> list[str]:
-    """Prompts of a text file (one a line) or a JSONL file (field `prompt`), blank lines left out.
+    """Read prompts from a text file (one a line) or JSONL (field `prompt`); skip blank lines.
 
     Raises:
-        ValueError: the file is missing, empty, or a line holds no prompt.
+        ValueError: The file is missing, empty, or a line holds no prompt.
     """
     return [row["prompt"] for row in _rows(path)]
 
 
 def read_metadata(path: str) -> dict[str, dict[str, Any]]:
-    """The further fields of each prompt of a JSONL file, for rewards that read them.
+    """Read the further fields of each prompt of a JSONL file, for rewards that use them.
 
     Raises:
-        ValueError: as `read_prompts`, or two lines give one prompt different fields.
+        ValueError: `read_prompts` would raise, or two lines give one prompt different fields.
     """
     known: dict[str, dict[str, Any]] = {}
     for row in _rows(path):

@@ -1,4 +1,4 @@
-"""One row of a preference dataset or scoring job, whatever schema it came in."""
+"""Defines `Record`: one row of a preference dataset or scoring job, whatever its schema."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from flowalign.media.media import Media
 
 @dataclass(frozen=True)
 class Record:
-    """A prompt with one medium to score, or with several that people compared.
+    """Holds a prompt with one medium to score, or with several that people compared.
 
     Every comparison is per named dimension and has one entry per medium. A dimension in which
     people gave no usable answer is absent.
@@ -20,11 +20,11 @@ class Record:
     media: Sequence[Media]
     references: Sequence[Media] = ()
     ranks: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """1 is best; equal ranks are a tie."""
+    """Rank of each medium: 1 is best, equal ranks are a tie."""
     votes: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    """Share of the votes for each medium, summing to 1."""
+    """Share of the votes for each medium, in [0, 1] and summing to 1."""
     ratings: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Absolute human scores in the dataset's own units, higher is better."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
-    """Why the row cannot be used, with its number; such a record may have no media."""
+    """Why the row cannot be used, with its number; empty if it can. May come without media."""

@@ -1,1 +1,4 @@
-"""TODO room."""
+"""Processes: launch them, gather small tensors and sum gradients over them.
+
+This room wraps `torch.distributed` and knows no other room.
+"""

@@ -1,4 +1,4 @@
-"""Becoming several processes."""
+"""Start a command as several processes."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def relaunch(processes: int, argv: Sequence[str]) -> None:
-    """Become `torchrun`, which starts this command once per process."""
+    """Replace this process by `torchrun`, which starts the command once per process."""
     module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.execv(sys.executable, [sys.executable, *module, "-m", "flowalign", *argv])

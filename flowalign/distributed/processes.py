@@ -1,4 +1,4 @@
-"""The few lines that know about processes: who I am, gathering small tensors, summing gradients."""
+"""Work together with other processes: ranks, gathering small tensors, summing gradients."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 T = TypeVar("T")
 K = TypeVar("K")
 _PATIENCE = timedelta(hours=24)
-"""Of collective calls: a rank may encode for hours; where one dies, torchrun ends all."""
+"""Timeout of collective calls: a rank may encode for hours; if one dies, torchrun ends all."""
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among its peers. All collective calls must be made by every process."""
+    """Represents this process among its peers; every process must make all collective calls."""
 
     rank: int
     world: int
@@ -26,16 +26,16 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes files and talks to the person."""
+        """Return whether this process writes files and reports progress."""
         return self.rank == 0
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
-        """My consecutive part of a list, as even as it gets; parts in rank order give the list."""
+        """Return this rank's consecutive part of a list; in rank order the parts give the list."""
         bounds = [len(items) * r // self.world for r in range(self.world + 1)]
         return items[bounds[self.rank] : bounds[self.rank + 1]]
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Concatenation over ranks along the first axis, which may differ in length; on the CPU."""
+        """Concatenate over ranks on the CPU, along the first axis, which may differ in length."""
         if self.world == 1:
             return tensor.cpu()
         parts: list[Tensor] = [torch.empty(0)] * self.world
@@ -43,7 +43,7 @@ class Processes:
         return torch.cat(parts)
 
     def total(self, mine: Mapping[str, float]) -> dict[str, float]:
-        """Sum over ranks by name; a rank that has nothing to add under a name still takes part."""
+        """Sum over ranks by name; a rank with nothing to add under a name still takes part."""
         parts: list[Mapping[str, float]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
@@ -52,7 +52,7 @@ class Processes:
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
     def merged(self, mine: Mapping[K, T]) -> dict[K, T]:
-        """Union over ranks, the same on all; the first rank that has a key says its value."""
+        """Return the union over ranks, the same on all; the lowest rank with a key sets it."""
         parts: list[Mapping[K, T]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
@@ -60,7 +60,7 @@ class Processes:
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over ranks in one flat reduction; where one is unused it counts as 0."""
+        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0."""
         if self.world == 1:
             return
         parameters = list(parameters)
@@ -72,24 +72,24 @@ class Processes:
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 
-    def spread(self, parameters: Iterable[nn.Parameter]) -> float:
-        """Largest difference of a parameter's sum between ranks: 0 while weights are equal."""
+    def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
+        """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
         sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
         everyone = self.gather(sums[None])
         return float((everyone.amax(0) - everyone.amin(0)).max())
 
     def barrier(self) -> None:
-        """Wait for the others."""
+        """Wait for all other processes."""
         if self.world > 1:
             dist.barrier()
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))
-"""A single process, for what needs no device."""
+"""A single process on the CPU, for work that needs no device."""
 
 
 def join(device: str = "auto") -> Processes:
-    """Join the process group that torchrun announces in the environment, or stand alone."""
+    """Join the process group that torchrun announces in the environment, or run alone."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local = int(os.environ.get("LOCAL_RANK", 0))
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device

@@ -1,1 +1,31 @@
-"""Pure torch: the mathematics of the field as functions of tensors."""
+"""The mathematics of the field as pure functions of torch tensors."""
+
+from flowalign.functional.completion import Completion
+from flowalign.functional.transition import (
+    CPS,
+    DDIM,
+    Coefficients,
+    DanceSDE,
+    FlowSDE,
+    Gaussian,
+    Kernel,
+    Precise,
+    StepwiseDDIM,
+    log_density,
+    sample_next,
+)
+
+__all__ = [
+    "CPS",
+    "Coefficients",
+    "Completion",
+    "DDIM",
+    "DanceSDE",
+    "FlowSDE",
+    "Gaussian",
+    "Kernel",
+    "Precise",
+    "StepwiseDDIM",
+    "log_density",
+    "sample_next",
+]

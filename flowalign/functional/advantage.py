@@ -1,4 +1,4 @@
-"""Advantages: credit compared within its group, then weighted across reward dimensions."""
+"""Compute advantages: credit compared within its group, weighted across reward dimensions."""
 
 from typing import Literal
 
@@ -19,15 +19,14 @@ def group_center(
     eps: float = 1e-4,
     correction: int = 0,
 ) -> Float[Tensor, "n R"]:
-    """(value - mean of its group) / (std + eps), with std over the group, the batch, or 1.
+    """Return (value - mean of its group) / (std + eps), std over the group, over the batch, or 1.
 
-    "given" returns the values as they are: the credit method has compared them.
-    Groups whose values spread less than `std_floor` yield exact zeros: they hold no signal, and
-    dividing by their std would amplify rounding. "joint" differs from "group" only in the ids it is
-    given.
+    "given" returns the values as they are: the credit method has compared them. Groups whose values
+    spread less than `std_floor` yield exact zeros: they hold no signal, and dividing by their std
+    would amplify rounding. "joint" differs from "group" only in the ids it is given.
 
-    Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is
-    Dr. GRPO, arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
+    Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr.
+    GRPO, arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
     """
     if scale == "given":
         return value
@@ -43,7 +42,7 @@ def group_center(
 
 
 def compared(value: Float[Tensor, "n R"], group: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """group_center by group, for credit methods: what is missing stays NaN and spoils no other."""
+    """Apply `group_center` by group for credit methods; NaN stays NaN and affects no others."""
     out = torch.full_like(value, torch.nan)
     for dim, column in enumerate(value.unbind(1)):
         known = column.isfinite()
@@ -63,13 +62,13 @@ def advantages(
     std_floor: float = 1e-6,
     correction: int = 0,
 ) -> Float[Tensor, "B T"]:
-    """Normalised credit of each transition, summed over reward dimensions; 0 where mask is False.
+    """Return the normalised credit of each transition, summed over dimensions; 0 outside the mask.
 
     "sum_of_advantages" normalises each dimension on its own and sums with weights, so dimensions
     count alike whatever their spread; "advantage_of_sum" weights the raw values first.
 
-    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage
-    of the sum).
+    Source: DanceGRPO, arXiv:2505.07818v4 (sum of advantages); Flow-GRPO's code (advantage of the
+    sum).
     """
     out = torch.zeros_like(value[..., 0])
     chosen, ids = value[mask], group[mask]
@@ -84,9 +83,9 @@ def advantages(
 
 
 def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Tensor, "n R"]:
-    """Mean over the rows with the same index (0, 1, ...), repeated to every row.
+    """Return the mean over the rows with the same index (0, 1, ...), repeated to every row.
 
-    Summed in float64, so that the mean of equal float32 values is exactly that value.
+    It is summed in float64, so that the mean of equal float32 values is exactly that value.
     """
     count = torch.bincount(index)
     total = value.new_zeros(len(count), value.shape[1], dtype=torch.float64)
@@ -96,7 +95,7 @@ def group_mean(value: Float[Tensor, "n R"], index: Int[Tensor, "n"]) -> Float[Te
 def zero_spread_share(
     value: Float[Tensor, "n"], group: Int[Tensor, "n"], std_floor: float = 1e-6
 ) -> float:
-    """Share of groups whose members all have the same value: they teach nothing."""
+    """Return the share of groups whose members all have the same value: they hold no signal."""
     ids, index = group.unique(return_inverse=True)
     centred = value[:, None] - group_mean(value[:, None], index)
     flat = _group_std(centred, index, 0)[:, 0] <= std_floor

@@ -1,8 +1,8 @@
-"""How well scores agree with people: accuracy with and without ties, correlation, calibration.
+"""Measure how well scores agree with people: accuracy with and without ties, calibration.
 
-Of a pair, `lead` is the score of A minus that of B, `human` is 1 where people preferred A, -1
-where B, and 0 where they saw a tie; `share` is the part of the votes that A got, a tie being 0.5.
-What cannot be told, such as the accuracy of no pairs, is NaN.
+For a pair (A, B), `lead` is the score of A minus that of B; `human` is 1 where people preferred A,
+-1 where they preferred B, and 0 for a tie; `share` is the share of the votes for A, a tie counting
+as 0.5. Undefined figures, such as the accuracy over no pairs, are NaN.
 """
 
 import math
@@ -16,14 +16,17 @@ from torch import Tensor
 
 
 class TieThreshold(NamedTuple):
-    """Leads up to `threshold` in size count as ties; 0 where only equal scores do."""
+    """Holds a tie threshold and its accuracy: pairs with |lead| <= threshold count as ties.
+
+    At a threshold of 0 only equal scores are ties.
+    """
 
     accuracy: float
     threshold: float
 
 
 def accuracy_without_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
-    """Share of the pairs on which people decided that the scores order alike; equal scores fail."""
+    """Return the share of decided pairs that the scores order as people did; equal scores fail."""
     decided = human != 0
     return _mean((lead.sign() == human)[decided])
 
@@ -31,14 +34,15 @@ def accuracy_without_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> 
 def accuracy_with_ties(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], threshold: float
 ) -> float:
-    """Share of all pairs whose three-way outcome is right, a lead up to threshold being a tie."""
+    """Return the share of pairs with the right outcome of three; |lead| <= threshold is a tie."""
     return _mean(torch.where(lead.abs() <= threshold, 0.0, lead.sign()) == human)
 
 
 def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> TieThreshold:
-    """The smallest threshold with the highest accuracy, which is exact: all that differ are tried.
+    """Return the smallest threshold with the highest accuracy, by an exact search over all leads.
 
-    Chosen on the pairs it is judged on it is optimistic: see `held_out_accuracy`.
+    The accuracy is optimistic, because the threshold is chosen on the pairs that it is evaluated
+    on: see `held_out_accuracy`.
 
     Source: tie calibration of "Ties Matter", arXiv:2305.14324; O(n log n).
     """
@@ -54,10 +58,10 @@ def best_tie_threshold(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> Tie
 
 
 def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "n"]) -> float:
-    """The figure that VideoAlign's `calc_accuracy_with_ties` gives, to compare with its tables.
+    """Reproduce VideoAlign's `calc_accuracy_with_ties`, to compare with its tables.
 
-    It never tries "no ties", so it can be too low; among leads of one size it makes ties of some
-    and not of others, in the order in which they come, so it can be too high.
+    It never tries a threshold without ties, so it can be too low; among leads of equal size it
+    counts some as ties and others not, in the order of the rows, so it can be too high.
     """
     size, right = _right_if_first_are_ties(lead, human)
     return float(right[1:].max()) / len(size) if len(size) else math.nan
@@ -66,7 +70,7 @@ def videoalign_accuracy_with_ties(lead: Float[Tensor, "n"], human: Int[Tensor, "
 def held_out_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], fold: Int[Tensor, "n"]
 ) -> float:
-    """Accuracy with ties where each fold is judged by the best threshold of the others."""
+    """Return the cross-validated accuracy with ties; each fold uses the others' best threshold."""
     parts = fold.unique().tolist()
     if len(parts) < 2:
         return math.nan
@@ -83,7 +87,7 @@ def held_out_accuracy(
 
 
 def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Linear correlation; NaN where one of the two does not vary."""
+    """Return the linear correlation; NaN if one of the two does not vary."""
     if len(x) < 2 or bool((x == x[0]).all()) or bool((y == y[0]).all()):
         return math.nan
     x, y = x.double() - x.double().mean(), y.double() - y.double().mean()
@@ -91,14 +95,14 @@ def pearson(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
 
 
 def spearman(x: Float[Tensor, "n"], y: Float[Tensor, "n"]) -> float:
-    """Correlation of ranks, equal values sharing the mean of theirs."""
+    """Return the correlation of ranks; equal values share the mean of their ranks."""
     return pearson(_ranks(x), _ranks(y))
 
 
 def kendall(
     x: Float[Tensor, "n"], y: Float[Tensor, "n"], group: Int[Tensor, "n"]
 ) -> Float[Tensor, "g"]:
-    """Kendall's tau-b inside each group, in the order of their ids; NaN where nothing varies."""
+    """Return Kendall's tau-b of each group, in the order of the ids; NaN if x or y is constant."""
     ids, index = group.unique(return_inverse=True)
     i, j = pairs_within(group)
     dx, dy = (x[i] - x[j]).sign().double(), (y[i] - y[j]).sign().double()
@@ -108,7 +112,7 @@ def kendall(
 
 
 def pairs_within(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor, "p"]]:
-    """Every two rows of the same group once, the earlier row first."""
+    """Return every pair of rows of one group once, as two lists; the earlier row comes first."""
     order = group.argsort(stable=True)
     ids = group[order]
     largest = int(group.unique(return_counts=True)[1].max()) if len(group) else 0
@@ -124,7 +128,7 @@ def pairs_within(group: Int[Tensor, "n"]) -> tuple[Int[Tensor, "p"], Int[Tensor,
 
 
 class Reliability(NamedTuple):
-    """Of the pairs in each bin of confidence: their mean, how often it was right, how many."""
+    """Holds the mean confidence, the accuracy and the number of pairs of each confidence bin."""
 
     confidence: Float[Tensor, "bins"]
     accuracy: Float[Tensor, "bins"]
@@ -132,7 +136,7 @@ class Reliability(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Expected calibration error: mean |accuracy - confidence| over pairs."""
+        """Return the expected calibration error, the mean of |accuracy - confidence| over pairs."""
         gap = torch.where(self.num > 0, (self.accuracy - self.confidence).abs(), 0.0)
         total = int(self.num.sum())
         return float(gap @ self.num.double()) / total if total else math.nan
@@ -141,10 +145,10 @@ class Reliability(NamedTuple):
 def reliability(
     lead: Float[Tensor, "n"], share: Float[Tensor, "n"], num_bins: int = 10
 ) -> Reliability:
-    """How often the scores' favourite wins, by its Bradley-Terry probability of 0.5 to 1.
+    """Return how often the scores' favourite wins, by its Bradley-Terry probability of 0.5 to 1.
 
-    Folding at 0.5 makes it indifferent to which of two was called A; datasets that name the winner
-    first would look perfectly or not at all calibrated without. Bins are of equal width.
+    Folding at 0.5 makes the result independent of which side is called A: without it, datasets that
+    name the winner first would look perfectly calibrated or not at all. Bins have equal width.
     """
     confidence = lead.double().abs().sigmoid()
     won = 0.5 + lead.double().sign() * (share.double() - 0.5)
@@ -156,14 +160,14 @@ def reliability(
 
 
 def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
-    """T of the likeliest P(A) = sigmoid(lead / T).
+    """Return the maximum-likelihood T of P(A) = sigmoid(lead / T).
 
-    Infinite where leads are no guide to the votes; 0 where they are an infallible one.
+    It is infinite if leads do not predict the votes, and 0 if they predict them without error.
     """
     lead, share = lead.double(), share.double()
 
     def slope(beta: float) -> float:
-        """Of the cross-entropy along beta = 1 / T; it increases, so the optimum is its root."""
+        """Return d cross-entropy / d beta, beta = 1 / T; it increases, its root is the optimum."""
         return float(((beta * lead).sigmoid() - share) @ lead)
 
     if slope(0.0) >= 0:
@@ -183,9 +187,9 @@ def temperature(lead: Float[Tensor, "n"], share: Float[Tensor, "n"]) -> float:
 def cooled(
     lead: Float[Tensor, "n"], share: Float[Tensor, "n"], fold: Int[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """Leads divided by the temperature of the other folds: calibrated without a look at their own.
+    """Divide leads by the temperature of the other folds, so that no row calibrates itself.
 
-    Equal scores stay equal, also at temperature 0. NaN where there is one fold only.
+    Equal scores stay equal, also at temperature 0. The result is NaN if there is only one fold.
     """
     out, parts = torch.full_like(lead, math.nan, dtype=torch.float64), fold.unique()
     for part in parts if len(parts) > 1 else ():
@@ -196,13 +200,13 @@ def cooled(
 
 
 def folds(cluster: Int[Tensor, "n"], num: int, generator: torch.Generator) -> Int[Tensor, "n"]:
-    """A fold 0 ... num - 1 for every row; rows of one cluster stay together."""
+    """Assign each row a fold 0 ... num - 1; rows of one cluster stay together."""
     ids, index = cluster.unique(return_inverse=True)
     return (torch.randperm(len(ids), generator=generator) % num)[index]
 
 
 def _right_if_first_are_ties(lead: Tensor, human: Tensor) -> tuple[Tensor, Tensor]:
-    """Sizes of the leads in rising order; right answers if the first 0 ... n of them are ties."""
+    """Return the sorted |lead|, and the right answers if the first 0 ... n are called ties."""
     size, order = lead.double().abs().sort(stable=True)
     human, lead = human[order], lead[order]
     zero = torch.zeros(1, dtype=torch.long)

@@ -1,4 +1,4 @@
-"""Ratios of chunks: runs of denoising steps that are clipped and credited as one.
+"""Compute ratios of chunks: runs of denoising steps that are clipped and credited as one.
 
 Source: GCPO, arXiv:2510.21583, and code of xingzhejun/GCPO.
 """
@@ -12,25 +12,26 @@ from torch import Tensor
 
 
 class Chunk(NamedTuple):
-    """What each transition knows of the chunk that it belongs to."""
+    """Holds what the loss of each transition needs to know about the transition's chunk."""
 
     others: Float[Tensor, "n"]
     """Sum of the log-ratios of the chunk's other transitions, without gradient."""
     size: Int[Tensor, "n"]
-    """Transitions in the chunk."""
+    """Number of transitions in the chunk."""
 
 
 def chunk_log_ratio(log_ratio: Float[Tensor, "n"], chunk: Chunk) -> Float[Tensor, "n"]:
-    """log of (the product of the ratios in the chunk)^(1 / size).
+    """Return the log of the geometric mean of a chunk's ratios, (product of ratios)^(1 / size).
 
-    Equal for all transitions of a chunk, but the gradient reaches each one's own ratio only: for
-    any f, the gradients of f(chunk_log_ratio) summed over a chunk are that of f at the product.
+    The value is equal for all transitions of a chunk, but the gradient reaches each one's own ratio
+    only: for any f, the gradients of f(chunk_log_ratio) summed over a chunk are that of f at the
+    product.
     """
     return (log_ratio + chunk.others) / chunk.size
 
 
 def chunks_of_sizes(sizes: Sequence[int], num_steps: int) -> Int[Tensor, "T"]:
-    """Chunk of each step, counted from the first step on; steps left over stand alone."""
+    """Return the chunk of each step, for sizes from the first step on; leftovers stand alone."""
     if sum(sizes) > num_steps:
         raise ValueError(
             f"algorithm.chunk_sizes {list(sizes)} cover {sum(sizes)} steps; there are {num_steps}"
@@ -40,13 +41,13 @@ def chunks_of_sizes(sizes: Sequence[int], num_steps: int) -> Int[Tensor, "T"]:
 
 
 def latent_change(states: Float[Tensor, "B S *latent"]) -> Float[Tensor, "B S-1"]:
-    """L1rel of each step: |x_{k+1} - x_k|_1 / |x_k|_1."""
+    """Return L1rel of each step, |x_{k+1} - x_k|_1 / |x_k|_1."""
     flat = states.float().flatten(2)
     return flat.diff(dim=1).abs().sum(2) / flat[:, :-1].abs().sum(2)
 
 
 def chunks_of_change(change: Float[Tensor, "T"]) -> Int[Tensor, "T"]:
-    """Chunk of each step: one ends where the change of the latent stops to rise or to fall.
+    """Return the chunk of each step; one ends where the latent change stops rising or falling.
 
     The paper reads its boundaries off a plot; that the turning step ends a chunk is our choice.
     """

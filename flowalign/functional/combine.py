@@ -1,8 +1,8 @@
-"""Several reward dimensions as one signal, beyond a weighted sum of advantages.
+"""Combine several reward dimensions into one signal, beyond a weighted sum of advantages.
 
-Rows are samples, `valid` says which of their rewards could be computed, `group` which samples share
-a prompt (zeros for the whole batch). An invalid reward never changes what another sample gets; what
-depends on it is NaN, never 0.
+Rows are samples; `valid` marks the rewards that could be computed; `group` holds ids of samples
+that share a prompt (zeros for the whole batch). An invalid reward never changes the result of
+another sample; what depends on it is NaN, never 0.
 """
 
 import math
@@ -18,7 +18,7 @@ Bound = Literal["at_least", "near"]
 
 
 def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float[Tensor, "R"]:
-    """Mean of each dimension over its valid samples; NaN where there is none."""
+    """Return the mean of each dimension over its valid samples; NaN where there is none."""
     return torch.where(valid, value, math.nan).nanmean(0)
 
 
@@ -28,11 +28,12 @@ def valid_mean(value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"]) -> Float
 def log_sigmoid_centred(
     reward: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], reference: Float[Tensor, "n R"]
 ) -> Float[Tensor, "n R"]:
-    """log sigmoid(reward - reference): log-probability of beating the reference, at most 0.
+    """Return log sigmoid(reward - reference), the log-probability of beating the reference.
 
-    Rewards must be logits of preferences (Bradley-Terry). Summed over dimensions it
-    is the log-probability of being good in all of them, so the worst counts most, and what is
-    good already gains little from more. NaN where the reward is invalid or has no reference.
+    Rewards must be logits of preferences (Bradley-Terry). The result is at most 0. Summed over
+    dimensions it is the log-probability of being good in all of them, so the worst counts most, and
+    what is good already gains little from more. NaN where the reward is invalid or has no
+    reference.
 
     Source: arXiv:2402.00742.
     """
@@ -48,10 +49,11 @@ def pareto_mask(
     group: Int[Tensor, "n"],
     weights: Float[Tensor, "R"],
 ) -> Bool[Tensor, "n"]:
-    """Samples that no other of their group dominates: is as good everywhere and better somewhere.
+    """Return which samples are dominated by no other sample of their group.
 
+    A sample dominates another if it is as good in every dimension and better in at least one.
     Higher is better, lower where the weight is negative; dimensions of weight 0 do not count.
-    Samples with an invalid reward are out, and dominate nobody.
+    Samples with an invalid reward are left out, and dominate no other.
 
     Source: batch-wise Pareto-optimal selection of Parrot, arXiv:2401.05675, which updates on these
     samples only.
@@ -73,9 +75,9 @@ def pareto_mask(
 def unit_range(
     value: Float[Tensor, "n R"], valid: Bool[Tensor, "n R"], group: Int[Tensor, "n"]
 ) -> Float[Tensor, "n R"]:
-    """Each dimension mapped to [0, 1] inside each group, the extremes being those of valid rewards.
+    """Map each dimension to [0, 1] within each group, from its lowest to its highest valid reward.
 
-    Groups without spread are 0.5; invalid rewards are NaN.
+    Dimensions that are constant in a group become 0.5; invalid rewards are NaN.
     """
     out = torch.full_like(value, math.nan)
     for prompt in group.unique():
@@ -91,10 +93,10 @@ def unit_range(
 def gap_weights(
     winner: Float[Tensor, "n"], loser: Float[Tensor, "n"], base: float = 2.0
 ) -> Float[Tensor, "n"]:
-    """base^winner - base^loser, the weight of a pair's loss; 0 ... base - 1 for rewards in [0, 1].
+    """Return base^winner - base^loser, a pair's loss weight; 0 ... base - 1 for rewards in [0, 1].
 
-    Equal gaps weigh more among good samples. Negative where the rewards contradict the label, NaN
-    where one of them is.
+    Equal gaps weigh more among good samples. The weight is negative where the rewards contradict
+    the label, and NaN where one of them is.
 
     Source: GAPO, arXiv:2504.10044; base 2.
     """
@@ -108,7 +110,7 @@ def gap_weights(
 
 @dataclass(frozen=True)
 class Multipliers:
-    """Weights of reward dimensions that rise while one misses its threshold and fall beyond it.
+    """Weights reward dimensions; a weight rises below the dimension's threshold, falls beyond it.
 
     The threshold is the reward up to which a dimension is a good proxy of what people want. Weights
     multiply the advantages of their dimensions.
@@ -119,15 +121,16 @@ class Multipliers:
 
     thresholds: Float[Tensor, "R"]
     bound: Bound
-    """"at_least": weights in (0, 1). "near": weights in (-1, 1), which push back from beyond."""
+    """Range of the weights: (0, 1) for "at_least"; (-1, 1) for "near", which pushes back from
+    beyond."""
     raw: Float[Tensor, "R"]
-    """The multipliers before sigmoid or tanh."""
+    """Multipliers before sigmoid or tanh."""
     velocity: Float[Tensor, "R"]
     """Momentum of the dual ascent."""
 
     @staticmethod
     def start(thresholds: Float[Tensor, "R"], bound: Bound = "near") -> "Multipliers":
-        """Multipliers before any update: weights 1/2 for "at_least", 0 for "near"."""
+        """Return multipliers before any update: weights 1/2 for "at_least", 0 for "near"."""
         if bound not in get_args(Bound):
             raise ValueError(f"bound {bound!r} unknown; choose from {', '.join(get_args(Bound))}")
         zero = torch.zeros_like(thresholds)
@@ -135,25 +138,29 @@ class Multipliers:
 
     @property
     def weights(self) -> Float[Tensor, "R"]:
-        """Of the dimensions."""
+        """Return the weight of each dimension."""
         return self.raw.sigmoid() if self.bound == "at_least" else self.raw.tanh()
 
+    def scale(self, weights: Float[Tensor, "R"]) -> Float[Tensor, "R"]:
+        """Multiply the weights of dimensions that have a threshold by their multipliers."""
+        return torch.where(self.thresholds.isfinite(), weights * self.weights, weights)
+
     def state(self) -> list[list[float]]:
-        """What a checkpoint keeps."""
+        """Return the state that a checkpoint stores."""
         return [self.raw.tolist(), self.velocity.tolist()]
 
     def restored(self, state: list[list[float]]) -> "Multipliers":
-        """These multipliers where a checkpoint left them."""
+        """Return these multipliers with the state of a checkpoint."""
         raw, velocity = (torch.tensor(part) for part in state)
         return replace(self, raw=raw, velocity=velocity)
 
     def update(
         self, reward: Float[Tensor, "R"], rate: float = 0.1, momentum: float = 0.1
     ) -> "Multipliers":
-        """After a step whose mean rewards were these (`valid_mean`, over all processes).
+        """Return the multipliers after a step with these mean rewards of all processes.
 
-        raw -= rate * velocity, with velocity = momentum * velocity + d weights/d raw * excess.
-        A dimension whose mean is NaN keeps its multiplier and its momentum.
+        `reward` is a `valid_mean`. raw -= rate * velocity, with velocity = momentum * velocity + d
+        weights/d raw * excess. A dimension whose mean is NaN keeps its multiplier and its momentum.
         """
         weights = self.weights
         slope = weights * (1 - weights) if self.bound == "at_least" else 1 - weights**2

@@ -1,4 +1,4 @@
-"""Real clips made worse on purpose: how far to noise them, where, and what must stay as it was."""
+"""Corrupt real clips on purpose: how far to noise them, inside which mask, and what to keep."""
 
 import torch
 from jaxtyping import Float
@@ -8,19 +8,19 @@ from flowalign.functional.matching import noised
 
 
 def step_at_level(sigmas: Float[Tensor, "S"], level: float) -> int:
-    """The step of a sampler whose noise level is nearest to `level`.
+    """Return the step of a sampler whose noise level is nearest to `level`.
 
-    It is neither the end nor pure noise, where nothing of a clip is left, so that two steps are the
-    least.
+    Neither the end nor pure noise, which keeps nothing of a clip, is returned; a schedule therefore
+    needs at least two steps.
     """
     distance = (sigmas[:-1] - level).abs()
     return int(torch.where(sigmas[:-1] < 1, distance, torch.inf).argmin())
 
 
 def step_at_share(num_steps: int, share: float) -> int:
-    """The step from which round(share * num_steps) are left, at least one.
+    """Return the step from which round(share * num_steps) steps are left, at least one.
 
-    Shifted schedules are still at a high noise level there: 0.95 at a share of 0.8 and shift 5.
+    Shifted schedules still have a high noise level there: 0.95 at a share of 0.8 and shift 5.
     """
     return num_steps - max(1, round(share * num_steps))
 
@@ -32,10 +32,10 @@ def restored(
     sigma: Float[Tensor, ""],
     mask: Float[Tensor, "n *mask"],
 ) -> Float[Tensor, "n *latent"]:
-    """mask * x + (1 - mask) * noised(clean, noise, sigma): outside the mask nothing has happened.
+    """Return mask * x + (1 - mask) * noised(clean, noise, sigma): only the mask is redrawn.
 
-    With the noise that x began with, outside and inside are one state; at sigma 0 the outside is
-    the real clip.
+    If `noise` is the initial noise of x, inside and outside belong to one state; at sigma 0 the
+    outside is the real clip.
     Source: Local-DPO, arXiv:2601.04068, and its code.
     """
     return torch.lerp(noised(clean, noise, sigma.expand(len(clean))), x, mask.expand_as(x))
@@ -44,15 +44,15 @@ def restored(
 def moving_mask(
     grid: tuple[int, int, int], share: float, num_shapes: int, generator: torch.Generator
 ) -> Float[Tensor, "F H W"]:
-    """0 and 1: boxes and ellipses that move and change size over the frames of a latent grid.
+    """Return a binary mask of boxes and ellipses that move and change size over latent frames.
 
-    Exactly round(share * volume) places are 1, at least one and never all. Centres and sizes go
-    in straight lines from one draw to another; shapes may overlap and leave the picture.
+    Exactly round(share * volume) elements are 1, at least one and never all. Centres and sizes are
+    interpolated linearly between two random draws; shapes may overlap and leave the frame.
     Source: Local-DPO, arXiv:2601.04068, with other shapes: its code draws outlines of one to five
     parts whose area it does not fix.
 
     Raises:
-        ValueError: the grid is a single place.
+        ValueError: the grid has a single element.
     """
     volume = grid[0] * grid[1] * grid[2]
     if volume < 2:
@@ -64,7 +64,7 @@ def moving_mask(
 
 
 def _distance(grid: tuple[int, int, int], generator: torch.Generator) -> Float[Tensor, "F H W"]:
-    """Of every place from a moving centre, in units of the shape's size; the picture is 1 x 1."""
+    """Return each element's distance from a moving centre, in shape sizes; the frame is 1 x 1."""
     frames, rows, columns = grid
     time = torch.linspace(0, 1, frames)[:, None]
     first, last = torch.rand(2, 2, 2, generator=generator)

@@ -1,12 +1,12 @@
-"""Variance-preserving discrete-time diffusion models in flow coordinates.
+"""Express variance-preserving discrete-time diffusion models in flow coordinates.
 
-Such a model knows states x_vp = alpha_t data + s_t noise with alpha_t^2 = alphas_cumprod[t] and
-s_t^2 = 1 - alpha_t^2. With s_t / alpha_t = sigma / (1 - sigma) the flow state at sigma is
+Such a model is defined on states x_vp = alpha_t data + s_t noise with alpha_t^2 = alphas_cumprod[t]
+and s_t^2 = 1 - alpha_t^2. With s_t / alpha_t = sigma / (1 - sigma) the flow state at sigma is
 
     x = (1 - sigma) data + sigma noise = x_vp / (alpha + s),
 
-so one pair (data, noise) serves both, and a deterministic DDIM step, like an Euler step in
-s / alpha, is the Euler step of the flow.
+so one pair (data, noise) serves both, and a deterministic DDIM step, like an Euler step in s /
+alpha, is the Euler step of the flow.
 
 Source: DDIM, arXiv:2010.02502v4, Eq. (13), is that step in s / alpha.
 """
@@ -20,17 +20,17 @@ from torch import Tensor
 from flowalign.functional.matching import per_row
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
-"""What a network answers: the noise, v = alpha noise - s data, or the data."""
+"""What a network predicts: the noise, v = alpha noise - s data, or the data."""
 
 
 def flow_sigmas(alphas_cumprod: Float[Tensor, "S"]) -> Float[Tensor, "S"]:
-    """Flow times of the model's own times 0 to S - 1, increasing: s / (alpha + s)."""
+    """Return the flow times s / (alpha + s) of the model's times 0 ... S - 1; they increase."""
     alpha, s = alphas_cumprod.sqrt(), (1 - alphas_cumprod).sqrt()
     return s / (alpha + s)
 
 
 def even_times(num_steps: int, num_times: int) -> Int[Tensor, "S"]:
-    """num_steps of the times 0 to num_times - 1, equally far apart, from the last one down.
+    """Return num_steps of the times 0 ... num_times - 1, evenly spaced, from the last one down.
 
     Source: the "trailing" spacing of Lin et al. 2023, arXiv:2305.08891, Table 2. Other spacings do
     not start at the last time, or stop at time 0 rather than at data.
@@ -43,9 +43,9 @@ def even_times(num_steps: int, num_times: int) -> Int[Tensor, "S"]:
 
 
 def fractional_time(sigma: Float[Tensor, "n"], table: Float[Tensor, "S"]) -> Float[Tensor, "n"]:
-    """The model's time of a flow time, exactly k for table[k]; linear in s / alpha in between.
+    """Return the model's time of a flow time: exactly k for table[k], linear in s / alpha between.
 
-    Flow times outside the table get the nearest time that the model knows.
+    Flow times outside the table get the nearest time of the table.
     """
     sigma = sigma.clamp(table[0], table[-1])
     above = torch.searchsorted(table, sigma).clamp(min=1)
@@ -57,12 +57,12 @@ def fractional_time(sigma: Float[Tensor, "n"], table: Float[Tensor, "S"]) -> Flo
 def preserving_state(
     x: Float[Tensor, "n *latent"], sigma: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
-    """x_vp, of variance 1 where data and noise have it: x (alpha + s)."""
+    """Return x_vp = x (alpha + s), whose variance is 1 if that of data and noise is."""
     return x / per_row(norm(sigma), x)
 
 
 def norm(sigma: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """Size of a flow state of data and noise of size 1: ((1 - sigma)^2 + sigma^2)^(1/2).
+    """Return the scale ((1 - sigma)^2 + sigma^2)^(1/2) of a flow state of unit data and noise.
 
     This is 1 / (alpha + s), and 1 at sigma = 1.
     """
@@ -75,9 +75,9 @@ def flow_velocity(
     x: Float[Tensor, "n *latent"],
     sigma: Float[Tensor, "n"],
 ) -> Float[Tensor, "n *latent"]:
-    """noise - data, from what the network said of the noise, of v or of the data at flow state x.
+    """Convert a prediction of the noise, of v or of the data at flow state x to noise - data.
 
-    epsilon diverges at sigma = 1, where no state tells the data, and sample at sigma = 0.
+    epsilon diverges at sigma = 1, where a state holds nothing of the data, and sample at sigma = 0.
     """
     t = per_row(sigma, x)
     if kind == "epsilon":

@@ -1,4 +1,4 @@
-"""Entropy of denoising steps, and steps made longer until they have enough of it.
+"""Compute the entropy of denoising steps, and lengthen steps until they have enough of it.
 
 Source: E-GRPO, arXiv:2601.00423.
 """
@@ -12,7 +12,7 @@ from flowalign.functional.transition import Kernel
 
 
 def step_entropy(std: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """0.5 log(2 pi e std^2): differential entropy of one latent element; -inf where std is 0."""
+    """Return 0.5 log(2 pi e std^2), the entropy of one latent element; -inf where std is 0."""
     return std.log() + 0.5 * math.log(2 * math.pi * math.e)
 
 
@@ -23,10 +23,11 @@ def merged_schedule(
     eta: Float[Tensor, ""],
     threshold: float,
 ) -> Float[Tensor, "S"]:
-    """The schedule with step k, of noise level eta, as long as exp(step_entropy) >= threshold asks.
+    """Return the schedule with step k lengthened until exp(step_entropy) reaches the threshold.
 
-    Points that it passes over move to its end, where steps of length 0 do nothing. It never reaches
-    sigma 0, and stops where more length adds no noise, as with CPS.
+    eta is the noise level of step k. Points that the longer step passes over move to its end, where
+    steps of length 0 do nothing. The step never reaches sigma 0, and stops growing where more
+    length adds no noise, as with CPS.
     """
     merged, least = sigmas, -math.inf
     for j in range(k + 1, len(sigmas) - 1):

@@ -1,7 +1,8 @@
-"""Matching errors: noising clean latents, what a network should have said, how far off it is.
+"""Noise clean latents, and measure by how much a network's prediction misses its target.
 
-A velocity error at fixed x_sigma is an error of the noise, of the data and of the v of a
-variance-preserving process up to factors of sigma: changing the space reweighs the times.
+A residual is prediction - target; an error is the mean of its square. The velocity residual at
+fixed x_sigma is the residual of the noise, of the data and of the v of a variance-preserving
+process up to factors of sigma: changing the space reweighs the times.
 """
 
 from typing import Literal
@@ -11,29 +12,29 @@ from jaxtyping import Float
 from torch import Tensor
 
 Space = Literal["velocity", "noise", "data", "v"]
-"""In which squared errors are taken. velocity: flow matching. noise: epsilon prediction, of SD1.5
-and SDXL. data: x0 prediction. v: prediction of v = alpha noise - s data."""
+"""Space in which squared residuals are taken. velocity: flow matching. noise: epsilon prediction,
+of SD1.5 and SDXL. data: x0 prediction. v: prediction of v = alpha noise - s data."""
 
 
 def noised(
     x0: Float[Tensor, "n *latent"], noise: Float[Tensor, "n *latent"], sigma: Float[Tensor, "n"]
 ) -> Float[Tensor, "n *latent"]:
-    """(1 - sigma) x0 + sigma noise."""
+    """Return the noised latents (1 - sigma) x0 + sigma noise."""
     s = per_row(sigma, x0)
     return (1 - s) * x0 + s * noise
 
 
 def per_row(value: Float[Tensor, "n"], like: Float[Tensor, "n *latent"]) -> Tensor:
-    """A number per row, ready to multiply latents."""
+    """Reshape one number per row so that it multiplies latents."""
     return value.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
-    """What a velocity residual is multiplied by to be one of another space.
+    """Return the factor that turns a velocity residual into a residual of another space.
 
     With alpha : s = (1 - sigma) : sigma, alpha^2 + s^2 = 1: noise - noise_hat = (1 - sigma)(v -
     v_hat), data - data_hat = -sigma (v - v_hat), and the v of a variance-preserving process has the
-    noise's error divided by alpha. Signs do not matter to squares and are left out.
+    noise residual divided by alpha. Signs do not matter to squares and are left out.
     """
     if space == "velocity":
         return torch.ones_like(sigma)
@@ -45,12 +46,12 @@ def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
 
 
 def sample_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n"]:
-    """Mean square over everything but rows, whatever the number of axes."""
+    """Return the mean square over everything but rows, whatever the number of axes."""
     return residual.square().flatten(1).mean(1)
 
 
 def frame_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n F"]:
-    """Mean square of each latent frame, [n, C, F, H, W] to [n, F]; an image is one frame."""
+    """Return the mean square per latent frame, [n, C, F, H, W] to [n, F]; images have one frame."""
     squared = residual.square()
     if residual.ndim == 5:
         return squared.mean((1, 3, 4))
@@ -60,7 +61,7 @@ def frame_error(residual: Float[Tensor, "n *latent"]) -> Float[Tensor, "n F"]:
 def masked_error(
     residual: Float[Tensor, "n *latent"], mask: Float[Tensor, "n *mask"]
 ) -> Float[Tensor, "n"]:
-    """Mean square where the mask is, weighted by it: sum(mask e) / sum(mask) per row.
+    """Return the mean square weighted by the mask, sum(mask e) / sum(mask) per row.
 
     Source: Local-DPO's normalisation, error * mask * numel / sum(mask), with the sum of each row
     instead of the batch's. A row whose mask is 0 everywhere has error 0.

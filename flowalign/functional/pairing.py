@@ -1,9 +1,9 @@
-"""Which media of a prompt are compared: winners and losers by their scores, stages by their gaps.
+"""Choose which media of a prompt form preference pairs, and in which curriculum stage.
 
-Rules take the scores of one prompt's K media, higher is better, and return positions of winners
-and of losers; a pair's gap is total[winner] - total[loser]. Whatever has a NaN never takes part,
-equal scores are no pair. Several pairs are ordered by position: that of the earlier medium, then
-that of the later one.
+Rules take the scores of one prompt's K media (higher is better) and return positions of winners and
+of losers; a pair's gap is total[winner] - total[loser]. Media with a NaN never take part, and equal
+scores make no pair. `over_gap` and `dominating` order pairs by the position of the earlier medium,
+then by that of the later one.
 """
 
 import math
@@ -13,20 +13,20 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Positions = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
-"""Winners and losers."""
+"""Positions of the winners and, in the same order, of their losers."""
 
 
 def check_margin(name: str, value: float) -> None:
-    """Refuse a smallest gap or a tolerance that is negative or no number, naming it."""
+    """Reject a minimum gap or a tolerance that is negative or not finite, naming it."""
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} is {value:g}; it must be at least 0")
 
 
 def extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) -> Positions:
-    """The best against the worst, the second best against the second worst, and so on.
+    """Pair the best with the worst, the second best with the second worst, and so on.
 
-    At most `count` pairs, none of a medium with itself, of equal totals, or of totals less than
-    min_gap apart. Of equal totals, the first are taken for better and for worse.
+    At most `count` pairs are returned, none of a medium with itself, of equal totals, or of totals
+    less than min_gap apart. Among equal totals the first medium is taken, as winner and as loser.
     """
     known = total.isfinite().nonzero()[:, 0]
     count = min(count, len(known) // 2)
@@ -38,7 +38,7 @@ def extremes(total: Float[Tensor, "K"], count: int = 1, min_gap: float = 0.0) ->
 
 
 def over_gap(total: Float[Tensor, "K"], min_gap: float = 0.0) -> Positions:
-    """All pairs whose totals are at least min_gap apart."""
+    """Return all pairs whose totals are at least min_gap apart."""
     return _pairs(_leads(total, min_gap))
 
 
@@ -48,19 +48,20 @@ def dominating(
     tolerance: float = 0.0,
     min_gap: float = 0.0,
 ) -> Positions:
-    """Pairs in which no dimension of the winner is more than tolerance below the loser's.
+    """Return pairs in which no dimension of the winner is more than tolerance below the loser's.
 
-    The total has to be higher, by at least min_gap. A medium with a NaN in any dimension is out.
+    The total has to be higher, too, by at least min_gap. Media with a NaN in any dimension are left
+    out.
 
-    Source: VisionReward's multi-objective preference optimization, arXiv:2412.21059v4: all
-    R_k(i) >= R_k(j), and a gap of the total; a tolerance is ours, for many dimensions.
+    Source: VisionReward's multi-objective preference optimization, arXiv:2412.21059v4: all R_k(i)
+    >= R_k(j), and a gap of the total; a tolerance is ours, for many dimensions.
     """
     no_worse = (scores[:, None] >= scores[None] - tolerance).all(-1)
     return _pairs(no_worse & _leads(total, min_gap))
 
 
 def widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
-    """Positions of the `count` largest gaps, in their order; of equal ones, the first."""
+    """Return the positions of the `count` largest gaps, in rising order; ties keep the first."""
     return gap.argsort(descending=True, stable=True)[:count].sort().values
 
 
@@ -68,10 +69,10 @@ def widest(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "k"]:
 
 
 def stages_by_score(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
-    """The stage in which each pair is new, 0 to count - 1; the widest gaps come first.
+    """Return the stage, 0 ... count - 1, in which each pair is new; the widest gaps come first.
 
-    Bounds divide what lies between the largest and the smallest gap into `count` equal parts;
-    stage k is trained on the pairs of stages 0 to k.
+    Bounds divide the range between the largest and the smallest gap into `count` equal parts; stage
+    k is trained on the pairs of stages 0 to k.
 
     Source: the code of Curriculum-DPO, arXiv:2405.13637, whose `groups` is count + 1.
     """
@@ -83,7 +84,7 @@ def stages_by_score(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
 
 
 def stages_by_rank(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
-    """As `stages_by_score`, but each stage brings equally many new pairs, up to one.
+    """Return stages as `stages_by_score` does, each with equally many new pairs, up to one.
 
     Source: Curriculum-DPO, arXiv:2405.13637, which divides by rank in the paper.
     """
@@ -93,13 +94,13 @@ def stages_by_rank(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
 
 
 def _leads(total: Float[Tensor, "K"], min_gap: float) -> Bool[Tensor, "K K"]:
-    """Whether the row's medium is ahead of the column's; comparisons with NaN are false."""
+    """Return whether the row's medium leads the column's; comparisons with NaN are False."""
     lead = total[:, None] - total[None]
     return (lead > 0) & (lead >= min_gap)
 
 
 def _pairs(wins: Bool[Tensor, "K K"]) -> Positions:
-    """Where the matrix is true, ordered by the earlier and then the later of the two."""
+    """List the True entries as pairs, ordered by the earlier and then the later position."""
     winner, loser = wins.nonzero().unbind(1)
     earlier, later = torch.minimum(winner, loser), torch.maximum(winner, loser)
     order = (earlier * len(wins) + later).argsort()

@@ -1,4 +1,4 @@
-"""One score for a video out of the scores of its frames."""
+"""Pool the scores of a video's frames into one score."""
 
 import math
 from typing import Literal
@@ -10,10 +10,11 @@ Pool = Literal["mean", "min", "soft_min"]
 
 
 def soft_min(scores: Float[Tensor, "n F R"], temperature: float) -> Float[Tensor, "n R"]:
-    """-temperature * log mean exp(-score / temperature) over frames, in the units of the scores.
+    """Return -temperature * log mean exp(-score / temperature) over frames, in score units.
 
-    Between the mean, its limit for a high temperature, and the minimum, that for a low one; at most
-    temperature * log F above the minimum. Every frame has a gradient, bad ones the most.
+    It lies between the mean, its limit for a high temperature, and the minimum, its limit for a low
+    one; at most temperature * log F above the minimum. Every frame has a gradient, bad ones the
+    largest.
     """
     frames = scores.shape[1]
     return temperature * (math.log(frames) - (-scores / temperature).logsumexp(1))
@@ -22,7 +23,7 @@ def soft_min(scores: Float[Tensor, "n F R"], temperature: float) -> Float[Tensor
 def pooled(
     scores: Float[Tensor, "n F R"], over: Pool, temperature: float | None = None
 ) -> Float[Tensor, "n R"]:
-    """Scores of F frames as one; only `soft_min` has a temperature."""
+    """Return one score from those of F frames; only `soft_min` needs a temperature."""
     if over == "soft_min":
         assert temperature is not None, "soft_min has a temperature"
         return soft_min(scores, temperature)

@@ -1,4 +1,4 @@
-"""Preferences between transitions: which two are compared, and the loss of a comparison."""
+"""Select which transitions are compared, and compute the preference loss of a comparison."""
 
 import torch
 from jaxtyping import Float, Int
@@ -8,7 +8,9 @@ from torch import Tensor
 def step_dpo(
     log_ratio_winner: Float[Tensor, "n"], log_ratio_loser: Float[Tensor, "n"], beta: float
 ) -> Float[Tensor, "n"]:
-    """-log sigmoid(beta * (log_ratio_winner - log_ratio_loser)), log_ratio = log pi - log pi_ref.
+    """Return -log sigmoid(beta * (log_ratio_winner - log_ratio_loser)).
+
+    log_ratio is log pi - log pi_ref.
 
     Source: SPO, arXiv:2406.04314, and its code, whose log-probabilities are averaged over latent
     elements, too: beta is 10 there.
@@ -19,7 +21,10 @@ def step_dpo(
 def best_and_worst(
     value: Float[Tensor, "n"], group: Int[Tensor, "n"]
 ) -> tuple[Int[Tensor, "m"], Int[Tensor, "m"]]:
-    """Where the highest and the lowest value of each group stand; groups of one value have none."""
+    """Return the indices of the highest and of the lowest value of each group.
+
+    Groups whose values are all equal are left out.
+    """
     order = value.argsort(stable=True)
     order = order[group[order].argsort(stable=True)]
     last = group.unique(return_counts=True)[1].cumsum(0)

@@ -1,7 +1,8 @@
-"""Losses that prefer one matching error over another; one number per pair or row, no reduction.
+"""Compute losses that prefer the error of one row over another's; one number per pair or row.
 
-n rows of errors are m pairs: winners 0 to m - 1, losers m to 2m - 1. Errors are MEANS over latent
-elements, see `matching.sample_error`: a beta published for sums is larger here by their number.
+n rows of errors are m pairs: winners 0 to m - 1, losers m to 2m - 1. Errors are MEANS of squared
+residuals over latent elements, see `matching.sample_error`: a beta published for sums is larger
+here by the number of elements. The caller reduces the losses.
 """
 
 import math
@@ -19,7 +20,7 @@ from torch.nn.functional import logsigmoid, softplus
 def relative_gap(
     policy: Float[Tensor, "n *F"], reference: Float[Tensor, "n *F"]
 ) -> Float[Tensor, "m *F"]:
-    """(l_w - r_w) - (l_l - r_l): by how much more the winner's error rose than the loser's.
+    """Return (l_w - r_w) - (l_l - r_l): how much more the winner's error rose than the loser's.
 
     l is the policy's error, r the reference's. Below 0 the policy prefers the winner.
     """
@@ -28,11 +29,11 @@ def relative_gap(
 
 
 def implicit_margin(gap: Float[Tensor, "m"], beta: float) -> Float[Tensor, "m"]:
-    """-beta / 2 * gap, what the implicit rewards of winner and loser differ by.
+    """Return -beta / 2 * gap, the difference between the implicit rewards of winner and loser.
 
     Source: Diffusion-DPO, arXiv:2311.12908, and its code: times and their weight are in beta, the
     error is a mean and has the factor 1/2. Published beta on this scale: 5000 (SD1.5, SDXL), 2000
-    and 100 (flow matching). Examples that leave out the 1/2 mean half of it.
+    and 100 (flow matching). Code that leaves out the factor 1/2 states half of this beta.
     """
     return -beta / 2 * gap
 
@@ -40,7 +41,7 @@ def implicit_margin(gap: Float[Tensor, "m"], beta: float) -> Float[Tensor, "m"]:
 def beyond_scores(
     z: Float[Tensor, "m"], score_margin: Float[Tensor, "m"], own_weight: float
 ) -> Float[Tensor, "m"]:
-    """(z - score_margin) / own_weight: the preference that other dimensions do not explain.
+    """Return (z - score_margin) / own_weight, the preference that other dimensions do not explain.
 
     score_margin = sum over other dimensions k of w_k (score_w,k - score_l,k).
     Source: MODPO, arXiv:2310.03708, with z for beta times the difference of log-ratios.
@@ -49,32 +50,33 @@ def beyond_scores(
 
 
 def sigmoid_link(z: Float[Tensor, "m"], smoothing: float = 0.0) -> Float[Tensor, "m"]:
-    """-(1 - smoothing) log sigmoid(z) - smoothing log sigmoid(-z); log 2 at z = 0.
+    """Return -(1 - smoothing) log sigmoid(z) - smoothing log sigmoid(-z), which is log 2 at z = 0.
 
-    smoothing is the probability that the label is wrong (conservative DPO): z stops at its logit.
+    smoothing is the probability that the label is wrong (conservative DPO): the optimal z is
+    finite, the logit of 1 - smoothing.
     """
     return -(1 - smoothing) * logsigmoid(z) - smoothing * logsigmoid(-z)
 
 
 def hinge_link(z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-    """max(0, 1 - z): nothing more to gain from a margin of 1."""
+    """Return max(0, 1 - z), which has no gradient from a margin of 1 on."""
     return torch.relu(1 - z)
 
 
 def ipo_link(z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-    """(z - 1/2)^2: the margin is regressed on 1/2.
+    """Return (z - 1/2)^2: the margin is regressed on 1/2.
 
-    With the margin h that is not scaled, z = beta h, this is beta^2 (h - 1/(2 beta))^2, the loss of
-    IPO times beta^2: so scaled, its slope at z = 0 is -1, as the hinge's, where DPO's is -1/2.
+    With the unscaled margin h, z = beta h, this is beta^2 (h - 1/(2 beta))^2, the loss of IPO times
+    beta^2: so scaled, its slope at z = 0 is -1, as the hinge's, where DPO's is -1/2.
     Source: IPO, arXiv:2310.12036.
     """
     return (z - 0.5).square()
 
 
 def auto_beta(typical_gap: float, target: float) -> float:
-    """2 log((1 - target) / target) / typical_gap; infinite where the gap is 0.
+    """Return beta = 2 log((1 - target) / target) / typical_gap; infinite where the gap is 0.
 
-    At this beta a pair of typical size, the mean of |relative_gap|, once in right order has
+    At this beta a pair of typical size, the mean of |relative_gap|, once in the right order has
     sigmoid(-z) = target, the factor by which DPO's gradient has shrunk.
     Source: SimpleTuner's automatic beta, target 0.2.
     """
@@ -85,11 +87,11 @@ def auto_beta(typical_gap: float, target: float) -> float:
 def segment_margin(
     gap: Float[Tensor, "m F"], segments: Float[Tensor, "m F"], beta: float
 ) -> Float[Tensor, "m"]:
-    """-beta / 2 * mean of label * gap over the frames that have a preference; 0 without any.
+    """Return -beta / 2 * mean of label * gap over frames with a preference; 0 if there are none.
 
     A label is 1 where the first row of a pair is better, -1 where the second is, 0 for a tie.
-    Source: DenseDPO, arXiv:2506.03517, whose appendix A.3 averages over what is no tie; ours has
-    the factor 1/2, so that one beta serves pairs with and without segments.
+    Source: DenseDPO, arXiv:2506.03517, whose appendix A.3 averages over frames that are no ties;
+    ours has the factor 1/2, so that one beta serves pairs with and without segments.
     """
     decided = segments.abs().sum(1).clamp(min=1)
     return implicit_margin((segments * gap).sum(1) / decided, beta)
@@ -98,16 +100,17 @@ def segment_margin(
 def linear_dpo(
     policy: Float[Tensor, "n"], reference: Float[Tensor, "n"], beta: float, floor: float
 ) -> Float[Tensor, "m"]:
-    """linear_weight * (l_w - l_l), the weight without gradient."""
+    """Return linear_weight * (l_w - l_l); the weight has no gradient."""
     winner, loser = policy.chunk(2)
     weight = linear_weight(relative_gap(policy, reference), beta, floor)
     return weight.detach() * (winner - loser)
 
 
 def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[Tensor, "m"]:
-    """clip(0.2 beta gap + 1/2, floor, 1 - floor): where DPO's gradient has sigmoid(beta gap / 2).
+    """Return clip(0.2 beta gap + 1/2, floor, 1 - floor) for DPO's sigmoid(beta gap / 2).
 
-    Source: Linear-DPO, arXiv:2605.21123, and its code; the tangent at 0 would be 0.125 beta gap.
+    Source: Linear-DPO, arXiv:2605.21123, and its code; the tangent of the sigmoid at gap 0 would be
+    0.125 beta gap + 1/2.
     """
     return (0.2 * beta * gap + 0.5).clamp(floor, 1 - floor)
 
@@ -115,11 +118,11 @@ def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[T
 def loser_scale(
     winner: Float[Tensor, "m *latent"], loser: Float[Tensor, "m *latent"], mu: float
 ) -> Float[Tensor, "m"]:
-    """The factor on the loser's gradient that keeps a step from raising the winner's error.
+    """Return the factor on the loser's gradient that keeps a step from raising the winner's error.
 
-    With the residuals g_A of the winner and g_B of the loser, gradients of their errors up to a
-    factor: clip((1 - mu) |g_A|^2 / <g_A, g_B>, 0, 1), and 1 where the product is not positive. Then
-    <-g_A + scale g_B, g_A> <= -mu |g_A|^2. Without gradient.
+    The residuals g_A of the winner and g_B of the loser are the gradients of their errors up to a
+    factor. The scale is clip((1 - mu) |g_A|^2 / <g_A, g_B>, 0, 1), and 1 where the product is not
+    positive. Then <-g_A + scale g_B, g_A> <= -mu |g_A|^2. It has no gradient itself.
     Source: Diffusion-SDPO, arXiv:2511.03317; its code takes a batch for one pair.
     """
     a, b = winner.detach().flatten(1), loser.detach().flatten(1)
@@ -131,7 +134,7 @@ def loser_scale(
 
 
 def mapo(policy: Float[Tensor, "n"], beta: float, scale: float, s: float) -> Float[Tensor, "m"]:
-    """l_w - beta log sigmoid(scale (f(l_w) - f(l_l))), f = mapo_likelihood.
+    """Return l_w - beta log sigmoid(scale (f(l_w) - f(l_l))), f = mapo_likelihood.
 
     Source: MaPO, arXiv:2406.06424, and its code: scale is the number of training times, 1000.
     """
@@ -139,13 +142,16 @@ def mapo(policy: Float[Tensor, "n"], beta: float, scale: float, s: float) -> Flo
 
 
 def mapo_margin(policy: Float[Tensor, "n"], scale: float, s: float) -> Float[Tensor, "m"]:
-    """scale (f(l_w) - f(l_l)); as f falls by s/2 per unit of error, about scale s/2 (l_l - l_w)."""
+    """Return the margin scale (f(l_w) - f(l_l)), f = mapo_likelihood.
+
+    As f falls by s/2 per unit of error, the margin is about scale s/2 (l_l - l_w).
+    """
     winner, loser = mapo_likelihood(policy, s).chunk(2)
     return scale * (winner - loser)
 
 
 def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
-    """s l / (exp(s l) - 1): 1 at an error of 0, falling to 0."""
+    """Return s l / (exp(s l) - 1): 1 at an error l of 0, falling to 0."""
     x = (s * error).clamp(min=1e-12)
     return x * (-x).exp() / -torch.expm1(-x)
 
@@ -153,8 +159,8 @@ def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
 # Rows ---------------------------------------------------------------------------------------------
 
 Utility = Literal["sigmoid", "loss_averse", "risk_seeking"]
-"""What a gain is worth: sigmoid flattens on both sides, log sigmoid (loss_averse) for gains only,
-softplus (risk_seeking) for losses only."""
+"""How gains are valued. sigmoid: flattens for gains and losses. loss_averse (log sigmoid): flattens
+for gains only. risk_seeking (softplus): flattens for losses only."""
 
 _UTILITIES = {"sigmoid": torch.sigmoid, "loss_averse": logsigmoid, "risk_seeking": softplus}
 
@@ -166,9 +172,9 @@ def kto(
     beta: float,
     utility: Utility,
 ) -> Float[Tensor, "n"]:
-    """1 - U(beta (gain - baseline)) of desirable rows, 1 - U(-beta (gain - baseline)) of others.
+    """Return 1 - U(beta (gain - baseline)) for desirable rows, 1 - U(-beta (gain - baseline)) else.
 
-    gain = r - l, without the factor 1/2 of pairs.
+    gain = r - l, the reference's error minus the policy's, without the factor 1/2 of pairs.
     Source: Diffusion-KTO, arXiv:2404.04465, and its code (the third of its risk-seeking forms).
     """
     sign = 2 * desirable.to(gain) - 1
@@ -176,21 +182,21 @@ def kto(
 
 
 def kto_baseline(gain: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """max(0, mean gain), an estimate of the divergence from the reference; without gradient."""
+    """Return max(0, mean gain), an estimate of the divergence from the reference; no gradient."""
     return gain.detach().mean().clamp(min=0)
 
 
 def exponential_weight(
     reward: Float[Tensor, "n"], temperature: float, cap: float
 ) -> Float[Tensor, "n"]:
-    """min(exp(reward / temperature), cap)."""
+    """Return min(exp(reward / temperature), cap)."""
     return (reward / temperature).exp().clamp(max=cap)
 
 
 def weighted_score(
     scores: Mapping[str, Float[Tensor, "n"]], weights: Mapping[str, float]
 ) -> Float[Tensor, "n"]:
-    """Sum of weight * score over the dimensions that have a weight; NaN where one is unknown."""
+    """Return the sum of weight * score over the weighted dimensions; NaN where one is unknown."""
     missing = sorted(set(weights) - set(scores))
     if missing:
         raise ValueError(f"no scores {missing}; the data has {sorted(scores)}")

@@ -1,4 +1,4 @@
-"""Features, what a head makes of them, and the units in which that is reported."""
+"""Define features of samples, the wrapper of the head that rates them, and score units."""
 
 from dataclasses import dataclass
 
@@ -9,34 +9,37 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Features:
-    """What a backbone sees in n samples."""
+    """Holds the features that a backbone extracts from n samples."""
 
     joint: Float[Tensor, "n D"]
-    """Of media and prompt together: what a head rates."""
+    """Features of media and prompt together, which a head rates."""
     prompt: Float[Tensor, "n E"]
-    """Of the prompt alone: what a gate looks at. E is 0 where the backbone reads no prompt."""
+    """Features of the prompt alone, which a gate reads; E is 0 if the backbone reads no prompt."""
 
     def __len__(self) -> int:
         return len(self.joint)
 
     def take(self, rows: Int[Tensor, "k"]) -> "Features":
-        """The given samples, in that order."""
+        """Return the given samples, in that order."""
         return Features(self.joint[rows], self.prompt[rows])
 
     def to(self, device: torch.device) -> "Features":
-        """The same on a device, in float32."""
+        """Return the features on a device, in float32."""
         return Features(self.joint.float().to(device), self.prompt.float().to(device))
 
 
 @dataclass(frozen=True)
 class Ratings:
-    """Scores of samples, dimensions last if there are several, and how unsure the head is."""
+    """Holds the scores of samples and, for heads that estimate it, the log-variance.
+
+    If there are several reward dimensions, they are the last axis.
+    """
 
     score: Float[Tensor, "*n"]
     log_variance: Float[Tensor, "*n"] | None = None
 
     def to(self, device: torch.device) -> "Ratings":
-        """The same on a device."""
+        """Return the ratings on a device."""
         spread = self.log_variance
         return Ratings(self.score.to(device), None if spread is None else spread.to(device))
 
@@ -44,7 +47,7 @@ class Ratings:
 class Standardise(nn.Module):
     """Subtracts the mean of the training features and divides by their standard deviation.
 
-    A feature that never varied stays as it is, centred.
+    A feature that never varied is centred and not scaled.
     """
 
     mean: Tensor
@@ -56,23 +59,24 @@ class Standardise(nn.Module):
         self.register_buffer("std", torch.ones(size))
 
     def fit(self, features: Float[Tensor, "n D"]) -> None:
-        """Take the statistics of these features."""
+        """Set mean and standard deviation to those of these features."""
         mean = features.mean(0)
         std = (features - mean).square().mean(0).sqrt()
         self.mean.copy_(mean)
         self.std.copy_(torch.where(std > 1e-6, std, 1.0))
 
     def forward(self, features: Float[Tensor, "n D"]) -> Float[Tensor, "n D"]:
-        """Features of mean 0 and variance 1."""
+        """Return features of mean 0 and variance 1."""
         return (features - self.mean) / self.std
 
 
 class Rater(nn.Module):
-    """A head with what surrounds it: standardised features in, calibrated units out.
+    """Wraps a head: standardises its features and converts its scores to calibrated units.
 
-    Units: factor * score + shift. Of compared dimensions this is 1 / temperature and 0, so that a
-    difference is in log odds; of rated ones it restores the units of the ratings. Their `mean` and
-    `std` over the training media make z-scores.
+    Calibrated scores are factor * score + shift. For dimensions learned from comparisons factor is
+    1 / temperature and shift is 0, so that a difference is in log-odds; for dimensions learned from
+    ratings they restore the units of the ratings. `mean` and `std` of the calibrated scores over
+    the training media make z-scores.
     """
 
     factor: Tensor
@@ -88,15 +92,15 @@ class Rater(nn.Module):
             self.register_buffer(name, torch.full((num_dims,), value))
 
     def standardised(self, features: Features) -> Features:
-        """What the head is given."""
+        """Return the standardised features that the head receives."""
         return Features(self.joint(features.joint), self.prompt(features.prompt))
 
     def forward(self, features: Features) -> Ratings:
-        """The head's own scores, as its losses see them."""
+        """Return the head's own scores, on which its losses are defined."""
         return self.head(self.standardised(features))
 
     def in_units(self, ratings: Ratings, z_score: bool) -> tuple[Tensor, Tensor | None]:
-        """Scores [n, R] in calibrated units or as z-scores, and their standard deviations."""
+        """Return scores [n, R], calibrated or as z-scores, and their standard deviations."""
         scale = self.factor / self.std if z_score else self.factor
         offset = (self.shift - self.mean) / self.std if z_score else self.shift
         spread = ratings.log_variance
@@ -107,9 +111,9 @@ class Rater(nn.Module):
 def ridge(
     x: Float[Tensor, "n D"], y: Float[Tensor, "n"], penalty: float
 ) -> tuple[Float[Tensor, "D"], Float[Tensor, ""]]:
-    """Weights and intercept that minimise |x w + b - y|^2 + penalty |w|^2, in float64.
+    """Return the w and b that minimise |x w + b - y|^2 + penalty |w|^2, solved in float64.
 
-    The intercept is not penalised.
+    The intercept b is not penalised.
     """
     x, y = x.double(), y.double()
     centre, level = x.mean(0), y.mean()

@@ -1,7 +1,7 @@
-"""Bootstrap intervals: figures of `agreement` for many resamples at once.
+"""Compute bootstrap intervals: the figures of `agreement` for many resamples at once.
 
 A resample is a weight per row: how often the row was drawn. Each function takes b of them and
-returns b values, the same that `agreement` gives for rows repeated so often; NaN where no row that
+returns b values, equal to those of `agreement` for rows repeated that often; NaN where no row that
 counts was drawn.
 """
 
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _ENTRIES = 2_000_000
-"""Of a matrix of resamples and rows, at most so many at once."""
+"""Largest number of entries of the matrix of resamples by rows that is computed at once."""
 
 
 def bootstrap(
@@ -23,10 +23,10 @@ def bootstrap(
     generator: torch.Generator,
     level: float = 0.95,
 ) -> tuple[float, float]:
-    """The interval between the percentiles of a statistic over resamples, drawn by cluster.
+    """Return the interval between percentiles of a statistic over resamples drawn by cluster.
 
-    Pairs of one prompt share pictures, so whole prompts are drawn. NaN below two clusters, or where
-    the statistic is never a number.
+    Pairs of one prompt share images, so whole prompts are drawn. The interval is NaN below two
+    clusters, and if the statistic is NaN in every resample.
     """
     ids, index = cluster.unique(return_inverse=True)
     if len(ids) < 2:
@@ -48,14 +48,14 @@ def bootstrap(
 
 
 def mean(x: Float[Tensor, "n"], weight: Float[Tensor, "b n"]) -> Float[Tensor, "b"]:
-    """Mean of the rows drawn."""
+    """Return the mean over the rows drawn by each resample."""
     return weight @ x.double() / weight.sum(1)
 
 
 def accuracy_without_ties(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
-    """Of the pairs on which people decided."""
+    """Return the accuracy on pairs that people decided."""
     decided = human != 0
     return mean((lead.sign() == human)[decided].double(), weight[:, decided])
 
@@ -63,7 +63,7 @@ def accuracy_without_ties(
 def best_accuracy(
     lead: Float[Tensor, "n"], human: Int[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
-    """With ties, each resample at its own best threshold."""
+    """Return the accuracy with ties, each resample at its own best threshold."""
     return _best(lead, human, weight)[0] / weight.sum(1)
 
 
@@ -73,7 +73,7 @@ def held_out_accuracy(
     fold: Int[Tensor, "n"],
     weight: Float[Tensor, "b n"],
 ) -> Float[Tensor, "b"]:
-    """With ties, each fold at the best threshold of the others, in each resample."""
+    """Return the accuracy with ties, each fold of a resample at the others' best threshold."""
     parts, right = fold.unique(), torch.zeros(len(weight), dtype=torch.float64)
     if len(parts) < 2:
         return right.fill_(math.nan)
@@ -92,7 +92,7 @@ def calibration_error(
     num_bins: int,
     weight: Float[Tensor, "b n"],
 ) -> Float[Tensor, "b"]:
-    """The expected calibration error, `agreement.reliability(...).error`."""
+    """Return the expected calibration error, `agreement.reliability(...).error`."""
     confidence = lead.double().abs().sigmoid()
     won = 0.5 + lead.double().sign() * (share.double() - 0.5)
     place = ((confidence - 0.5) * 2 * num_bins).long().clamp(0, num_bins - 1)
@@ -104,7 +104,7 @@ def calibration_error(
 def spearman(
     x: Float[Tensor, "n"], y: Float[Tensor, "n"], weight: Float[Tensor, "b n"]
 ) -> Float[Tensor, "b"]:
-    """Correlation of the ranks inside each resample."""
+    """Return the correlation of ranks, which are computed inside each resample."""
     total = weight.sum(1, keepdim=True)
     a, b = (_ranks(z, weight) for z in (x, y))
     a, b = (z - (z * weight).sum(1, keepdim=True) / total for z in (a, b))
@@ -113,7 +113,7 @@ def spearman(
 
 
 def _best(lead: Tensor, human: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weight of right answers at the best threshold of each resample, and that threshold."""
+    """Return the weight of right answers at each resample's best threshold, and that threshold."""
     size, order = lead.double().abs().sort(stable=True)
     weight, human, sign = weight[:, order], human[order], lead[order].sign()
     zero = weight.new_zeros(len(weight), 1)

@@ -1,9 +1,9 @@
-"""Losses that teach a reward model from comparisons, rankings, votes and ratings.
+"""Compute losses that train a reward model on comparisons, rankings, votes and ratings.
 
-Each returns one loss per comparison, list or rating; `masked_mean` makes a number of them. Scores
-have any leading shape, such as [pairs, dimensions]. `target` is the probability that A is the
-better one: 1 or 0 where people decided, 0.5 for a tie, a share of votes in between. Where there is
-no label, put any finite number and mask the entry out.
+Each returns one loss per comparison, list or rating; `masked_mean` reduces them. Scores have any
+leading shape, such as [pairs, dimensions]. `target` is the probability that A is better: 1 or 0
+where people decided, 0.5 for a tie, a share of votes in between. Where a label is missing, put any
+finite number and mask the entry out.
 """
 
 import math
@@ -16,10 +16,11 @@ from torch.nn.functional import huber_loss, log_softmax, logsigmoid
 
 
 def masked_mean(loss: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
-    """Mean over the entries in the mask; 0, with zero gradients, where there is none.
+    """Return the mean over the entries in the mask; 0, with zero gradients, if the mask is empty.
 
-    VideoAlign's code divides by all entries, so that a dimension with few labels teaches little;
-    ours is that times all / valid. A NaN outside the mask is refused: its gradient would be NaN.
+    VideoAlign's code divides by all entries, so that a dimension with few labels contributes
+    little; ours is that times all / valid. A NaN outside the mask is rejected: its gradient would
+    be NaN.
     """
     if not loss.detach()[~mask].isfinite().all():
         raise ValueError(
@@ -35,7 +36,7 @@ def masked_mean(loss: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Te
 def bradley_terry(
     a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], target: Float[Tensor, "*n"]
 ) -> Float[Tensor, "*n"]:
-    """Cross-entropy of target under P(A) = sigmoid(a - b); at a tie it is log 2 at best."""
+    """Return the cross-entropy of target under P(A) = sigmoid(a - b); ties cost at least log 2."""
     return _cross_entropy(logsigmoid(a - b), logsigmoid(b - a), target)
 
 
@@ -45,7 +46,7 @@ def margin(
     target: Float[Tensor, "*n"],
     by: float | Float[Tensor, "*n"] = 0.57,
 ) -> Float[Tensor, "*n"]:
-    """Bradley-Terry that asks the better one to lead by a margin: -log sigmoid(lead - by).
+    """Return the Bradley-Terry loss with a required margin: -log sigmoid(lead - by).
 
     Source: VideoAlign's code. Its "constant_margin" is 0.57; its "margin" is the difference of
     people's ratings, better minus worse, see `rating_gap`.
@@ -59,7 +60,7 @@ def scaled(
     target: Float[Tensor, "*n"],
     gap: Float[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Bradley-Terry times the gap between people's ratings, which is at least 0.
+    """Return the Bradley-Terry loss times the gap between people's ratings, at least 0.
 
     VideoAlign's code lets the gap be negative where ratings contradict the label: the loss then
     falls without bound as the model is pushed away from the label. Such pairs weigh 0 here.
@@ -70,7 +71,7 @@ def scaled(
 def rating_gap(
     target: Float[Tensor, "*n"], rating_a: Float[Tensor, "*n"], rating_b: Float[Tensor, "*n"]
 ) -> Float[Tensor, "*n"]:
-    """Rating of the better one minus that of the other; negative where they contradict."""
+    """Return the rating of the better one minus the other's; negative if they contradict target."""
     return (2 * target - 1) * (rating_a - rating_b)
 
 
@@ -80,9 +81,10 @@ def bt_with_ties(
     target: Float[Tensor, "*n"],
     log_k: Float[Tensor, "..."],
 ) -> Float[Tensor, "*n"]:
-    """-log probability of what people said: target 1 is A, 0.5 a tie, 0 is B; nothing in between.
+    """Return the negative log-likelihood of the labels under Bradley-Terry with ties.
 
-    log_k > 0 broadcasts to the scores: one number, one per dimension, or one per pair.
+    A target is 1 for A, 0.5 for a tie or 0 for B, and nothing in between. log_k > 0 broadcasts to
+    the scores: one number, one per dimension, or one per pair.
     """
     if not ((target == 0) | (target == 0.5) | (target == 1)).all():
         raise ValueError(
@@ -96,16 +98,16 @@ def bt_with_ties(
 def outcome_probabilities(
     a: Float[Tensor, "*n"], b: Float[Tensor, "*n"], log_k: Float[Tensor, "..."]
 ) -> Float[Tensor, "*n 3"]:
-    """P(A), P(tie), P(B) of Bradley-Terry with ties; they sum to 1.
+    """Return P(A), P(tie), P(B) of Bradley-Terry with ties; they sum to 1.
 
-    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has
-    (k - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
+    P(A) = sigmoid(a - b - log k), P(tie) = (k^2 - 1) P(A) P(B). At a = b the tie has probability (k
+    - 1) / (k + 1): 2/3 for the k = 5 of VideoAlign's code. Source: Rao and Kupper, 1967.
     """
     return torch.stack(_log_outcomes(a, b, log_k), -1).exp()
 
 
 def log_k_of(tie_share: float) -> float:
-    """The log k with which equal scores tie with this probability: a start for learning it."""
+    """Return the log k at which equal scores tie with this probability, to start learning from."""
     if not 0 < tie_share < 1:
         raise ValueError(f"tie_share must be inside (0, 1), got {tie_share}")
     return math.log((1 + tie_share) / (1 - tie_share))
@@ -118,7 +120,7 @@ def thurstone(
     log_sigma_a: Float[Tensor, "*n"],
     log_sigma_b: Float[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Cross-entropy under P(A) = Phi((a - b) / sqrt(sigma_a^2 + sigma_b^2)): probit."""
+    """Return the cross-entropy under P(A) = Phi((a - b) / sqrt(sigma_a^2 + sigma_b^2)) (probit)."""
     z = (a - b) / _spread(log_sigma_a, log_sigma_b)
     log_ndtr = torch.special.log_ndtr
     return _cross_entropy(log_ndtr(z), log_ndtr(-z), target)
@@ -131,10 +133,10 @@ def uncertainty(
     log_sigma_a: Float[Tensor, "*n"],
     log_sigma_b: Float[Tensor, "*n"],
 ) -> Float[Tensor, "*n"]:
-    """Expected Bradley-Terry loss when both scores are uncertain: -E log sigmoid(z).
+    """Return the expected Bradley-Terry loss, -E log sigmoid(z), when both scores are uncertain.
 
-    z is normal with mean a - b and variance sigma_a^2 + sigma_b^2. HPSv3's code draws 1,000 of it
-    in half precision; here 32 Gauss-Hermite nodes take the integral without noise.
+    z is normal with mean a - b and variance sigma_a^2 + sigma_b^2. HPSv3's code draws 1,000 samples
+    of it in half precision; here 32 Gauss-Hermite nodes take the integral without noise.
     """
     nodes, weights = _gauss_hermite(32)
     x, w = a.new_tensor(nodes), a.new_tensor(weights)
@@ -148,9 +150,9 @@ def uncertainty(
 def vote_fraction(
     score: Float[Tensor, "*n m"], share: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
 ) -> Float[Tensor, "*n"]:
-    """KL from the shares of the votes to softmax(score); 0 where the two agree, ties included.
+    """Return the KL from vote shares to softmax(score); 0 where the two agree, ties included.
 
-    Shares sum to 1 over the candidates in the mask, which are those that a shorter list has.
+    Shares sum to 1 over the candidates in the mask, which marks those that a shorter list has.
     Source: PickScore, arXiv:2305.01569, whose lists are pairs with shares 0, 0.5 and 1.
     """
     logp = log_softmax(_without(score, mask), -1)
@@ -161,11 +163,12 @@ def vote_fraction(
 def plackett_luce(
     score: Float[Tensor, "*n m"], rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]
 ) -> Float[Tensor, "*n"]:
-    """-log probability of a ranking, rank 1 being the best, summed over the choices it consists of.
+    """Return the negative log-likelihood of a ranking, rank 1 being the best.
 
-    Each candidate is chosen over those ranked strictly below it. Without ties this is exactly
-    Plackett-Luce, of a pair Bradley-Terry; candidates of equal rank are not compared with each
-    other, so a tie neither teaches an order nor forbids one. `has_order` says which lists teach.
+    It sums over the choices that the ranking consists of: each candidate is chosen over those
+    ranked strictly below it. Without ties this is exactly Plackett-Luce, and Bradley-Terry for a
+    pair; candidates of equal rank are not compared with each other, so a tie neither teaches an
+    order nor forbids one. `has_order` marks the lists that teach.
     """
     below = rank[..., None, :] > rank[..., :, None]
     itself = torch.eye(score.shape[-1], dtype=torch.bool, device=score.device)
@@ -174,7 +177,7 @@ def plackett_luce(
 
 
 def has_order(rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]) -> Bool[Tensor, "*n"]:
-    """Lists in which at least one candidate is ranked above another: the mask of their losses."""
+    """Return the mask of lists in which at least one candidate is ranked above another."""
     best = rank.masked_fill(~mask, math.inf).amin(-1)
     worst = rank.masked_fill(~mask, -math.inf).amax(-1)
     return best < worst
@@ -184,23 +187,24 @@ def has_order(rank: Float[Tensor, "*n m"], mask: Bool[Tensor, "*n m"]) -> Bool[T
 
 
 def squared_error(score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-    """(score - rating)^2. VideoAlign's code subtracts 3 from ratings of 1 to 5 first."""
+    """Return (score - rating)^2. VideoAlign's code subtracts 3 from ratings of 1 to 5 first."""
     return (score - rating) ** 2
 
 
 def huber(
     score: Float[Tensor, "*n"], rating: Float[Tensor, "*n"], delta: float = 1.0
 ) -> Float[Tensor, "*n"]:
-    """Half the squared error up to delta, beyond it delta * (|error| - delta / 2)."""
+    """Return half the squared error up to delta, beyond it delta * (|error| - delta / 2)."""
     return huber_loss(score, rating, reduction="none", delta=delta)
 
 
 def ordinal(
     score: Float[Tensor, "*n"], level: Int[Tensor, "*n"], cuts: Float[Tensor, "*d cuts"]
 ) -> Float[Tensor, "*n"]:
-    """-log probability of a level 0 ... L-1 under P(level <= l) = sigmoid(cuts[l] - score).
+    """Return the negative log-likelihood of a level 0 ... L-1 under the proportional odds model.
 
-    The L - 1 cuts increase; they may differ by dimension, whose axes stand last in the scores.
+    P(level <= l) = sigmoid(cuts[l] - score). The L - 1 cuts increase; they may differ by dimension,
+    whose axes are the last ones of the scores.
     Source: the proportional odds model, McCullagh, 1980.
     """
     if not (cuts.diff(dim=-1) > 0).all():
@@ -234,7 +238,7 @@ def _spread(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
 
 
 def _without(score: Tensor, mask: Tensor) -> Tensor:
-    """Scores that lose every comparison outside the mask; finite, so that gradients are."""
+    """Make scores outside the mask lose every comparison; finite, so that gradients are."""
     return torch.where(mask, score, torch.finfo(score.dtype).min)
 
 
@@ -244,7 +248,7 @@ def _cut(cuts: Tensor, index: Tensor) -> Tensor:
 
 @lru_cache
 def _gauss_hermite(num: int) -> tuple[list[float], list[float]]:
-    """Nodes and weights with sum(w f(x)) = E f(x) for a standard normal x (Golub and Welsch)."""
+    """Return x and w with sum(w f(x)) = E f(x) under a standard normal (Golub and Welsch)."""
     off = torch.arange(1, num, dtype=torch.float64).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return nodes.tolist(), (vectors[0] ** 2).tolist()

@@ -1,4 +1,4 @@
-"""Parts of a clip in time, in latent frames and in frames, and which of two clips is better there.
+"""Split clips in time, in frames or latent frames, and label which of two is better where.
 
 Axes: m pairs, C segments of a clip.
 """
@@ -10,20 +10,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 Span = tuple[int, int]
-"""First frame, and the one after the last."""
+"""Index of the first frame, and of the one after the last."""
 
 
 def spans(num_frames: int, length: float) -> list[Span]:
-    """Frames cut into parts about so long, as even as they get; at least one part."""
+    """Cut frames into at least one part of about this length, as even as possible."""
     count = min(max(1, round(num_frames / length)), num_frames)
     ends = [round(i * num_frames / count) for i in range(count + 1)]
     return list(pairwise(ends))
 
 
 def temporal_stride(num_frames: int, num_latent: int) -> int:
-    """Frames that a latent frame stands for; the first one stands for the first frame alone.
+    """Return the number of frames per latent frame, as causal video VAEs count.
 
-    That is how causal VAEs of videos count.
+    The first latent frame stands for the first frame alone.
 
     Raises:
         ValueError: these numbers belong to no such VAE.
@@ -39,7 +39,7 @@ def temporal_stride(num_frames: int, num_latent: int) -> int:
 
 
 def frames_of(latent: Span, stride: int) -> Span:
-    """The frames that latent frames stand for."""
+    """Return the frames that a span of latent frames stands for."""
     start, stop = latent
     return max(0, 1 + (start - 1) * stride), 1 + (stop - 1) * stride
 
@@ -47,6 +47,6 @@ def frames_of(latent: Span, stride: int) -> Span:
 def preferred(
     a: Float[Tensor, "m C"], b: Float[Tensor, "m C"], margin: float
 ) -> Float[Tensor, "m C"]:
-    """1 where a is better by more than the margin, -1 where b is, 0 for a tie."""
+    """Return 1 where a is better by more than the margin, -1 where b is, 0 for a tie."""
     gap = a - b
     return torch.where(gap.abs() > margin, gap.sign(), 0.0)

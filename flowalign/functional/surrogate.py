@@ -1,4 +1,4 @@
-"""Policy objectives and divergences: one number per sample, reduction is the caller's."""
+"""Compute policy objectives and divergences: one number per sample, reduced by the caller."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,7 +12,7 @@ def ppo_clip(
     advantage: Float[Tensor, "n"],
     clip: float | Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """-min(r A, clip(r, 1 - clip, 1 + clip) A) with r = pi / pi_old.
+    """Return -min(r A, clip(r, 1 - clip, 1 + clip) A) with r = pi / pi_old.
 
     Source: PPO, arXiv:1707.06347v2, Eq. (7).
     """
@@ -24,7 +24,7 @@ def ppo_clip(
 def reward_clip(
     advantage: Float[Tensor, "n"], low: float, high: float, sensitivity: float
 ) -> Float[Tensor, "n"]:
-    """low + (high - low) tanh(sensitivity |A|): what stands out may move further.
+    """Return the clip range low + (high - low) tanh(sensitivity |A|), wider for large advantages.
 
     Source: Dynamic-TreeRPO, arXiv:2509.23352v3, known to us from reviews only: that its clip range
     depends on the reward, by a sensitivity and two limits. The function is our reconstruction.
@@ -37,7 +37,7 @@ def travelled_mse(
     x_next: Float[Tensor, "n *latent"],
     sensitivity: Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """mean((v - v_travelled)^2), where v_travelled is the velocity whose mean is x_next.
+    """Return mean((v - v_travelled)^2), where v_travelled is the velocity whose mean is x_next.
 
     mean - x_next = sensitivity (v - v_travelled) with sensitivity = d mean / d v, so it costs no
     evaluation of the network.
@@ -51,11 +51,10 @@ def ratio_norm(
     mean_old: Float[Tensor, "n *latent"],
     std: Float[Tensor, "n"],
 ) -> Float[Tensor, "n"]:
-    """std * (log r + mean(|mean - mean_old|^2) / (2 std^2)).
+    """Return the normalised log-ratio std * (log r + mean(|mean - mean_old|^2) / (2 std^2)).
 
-    A log-ratio without bias and step-dependent scale.
-
-    What is left is -mean((mean_old - mean) * noise), so clipping acts alike on every step.
+    This removes the bias of the log-ratio and its step-dependent scale. What is left is
+    -mean((mean_old - mean) * noise), so one clip range acts alike on every step.
 
     Source: GRPO-Guard, arXiv:2510.22319v1, RatioNorm.
     """
@@ -65,7 +64,7 @@ def ratio_norm(
 def log_hinge(
     log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], margin: float
 ) -> Float[Tensor, "n"]:
-    """max(0, margin |A| - A log r): linear until log r has moved by `margin` the right way.
+    """Return max(0, margin |A| - A log r), linear until log r moved by `margin` in A's direction.
 
     Source: PCPO, arXiv:2509.25774, its log-hinge objective.
     """
@@ -78,7 +77,7 @@ def divergence_mask(
     divergence: Float[Tensor, "n"],
     threshold: float,
 ) -> Bool[Tensor, "n"]:
-    """False where the policy is `threshold` from the old one and the update would push it further.
+    """Return False where the policy is `threshold` from the old one and would move further away.
 
     Source: Flow-DPPO, arXiv:2606.11025v1, with `gaussian_kl` to the old policy as the divergence.
     """
@@ -87,7 +86,9 @@ def divergence_mask(
 
 
 def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
-    """KL(p || q) for equal std, averaged over latent elements: mean((mu_p - mu_q)^2) / (2 std^2).
+    """Return KL(p || q) for equal std, averaged over latent elements.
+
+    This is mean((mu_p - mu_q)^2) / (2 std^2).
 
     Source: Flow-GRPO, arXiv:2505.05470v5, its KL term as printed.
     """
@@ -95,7 +96,7 @@ def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
 
 
 def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, ""]) -> Float[Tensor, "n"]:
-    """`gaussian_kl` times the step length, about ten times weaker: as in Flow-GRPO's released code.
+    """Return `gaussian_kl` times the step length, about ten times weaker, as Flow-GRPO's code does.
 
     Published coefficients (0.04, 0.01) belong to this one. dt is sigma - sigma_next > 0.
     """
@@ -103,7 +104,7 @@ def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, ""]) -> Float[
 
 
 def latent_mse(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
-    """mean((mu_p - mu_q)^2): the KL used together with the "unit" density of CPS."""
+    """Return mean((mu_p - mu_q)^2), the KL that is used with the "unit" density of CPS."""
     return _square(p.mean, q.mean)
 
 

@@ -1,4 +1,4 @@
-"""Gaussian transition kernels of flow models, and their log-densities.
+"""Define the Gaussian transition kernels of flow models, and their log-densities.
 
 Every published sampler is one step with two coefficients,
 
@@ -22,18 +22,18 @@ Density = Literal["gaussian", "unit"]
 
 
 NOISE = 0.9999
-"""A sigma above this is that of pure noise."""
+"""Sigmas above this value count as pure noise."""
 
 
 class Gaussian(NamedTuple):
-    """N(mean, std^2 I), one std per sample."""
+    """Holds N(mean, std^2 I), with one std per sample."""
 
     mean: Float[Tensor, "n *latent"]
     std: Float[Tensor, "n"]
 
 
 class Coefficients(NamedTuple):
-    """What distinguishes one kernel from another at one step."""
+    """Holds the two coefficients that distinguish one kernel from another at one step."""
 
     c1: Float[Tensor, "n"]
     """Weight of the predicted noise x1_hat."""
@@ -42,31 +42,32 @@ class Coefficients(NamedTuple):
 
 
 class Kernel(ABC):
-    """A family of transitions, indexed by its noise level eta."""
+    """Defines a family of transitions, indexed by its noise level eta."""
 
     density: Density = "gaussian"
-    """"gaussian" is the log-density; "unit" is -mean((x_next - mean)^2), as CPS code uses."""
+    """How a transition is scored: "gaussian" by its log-density, "unit" by -mean((x_next -
+    mean)^2), as CPS code does."""
 
     @abstractmethod
     def coefficients(
         self, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
     ) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
 
 
 @dataclass(frozen=True)
 class FlowSDE(Kernel):
-    """Euler-Maruyama step of the SDE with the marginals of the flow ODE.
+    """Takes the Euler-Maruyama step of the SDE with the marginals of the flow ODE.
 
-    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next),
-    c1 = sigma_next - std^2 / (2 sigma). g diverges at sigma = 1; there, and where a schedule starts
-    a rounding below 1 as UniPC's do, 1 - sigma becomes 1 - sigma_1: the first std is eta itself.
+    g = eta sqrt(sigma / (1 - sigma)), std = g sqrt(sigma - sigma_next), c1 = sigma_next - std^2 /
+    (2 sigma). g diverges at sigma = 1; there, and where a schedule starts a rounding below 1 as
+    UniPC's do, 1 - sigma becomes 1 - sigma_1: the first std is eta itself.
 
     Source: Flow-GRPO, arXiv:2505.05470v5, Eq. (9), eta is its `a`, 0.7 by default there.
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
         g = eta * (sigma / (1 - torch.where(sigma > NOISE, sigmas[1], sigma))).sqrt()
         return _euler_maruyama(sigma, following, g)
@@ -74,26 +75,25 @@ class FlowSDE(Kernel):
 
 @dataclass(frozen=True)
 class DanceSDE(Kernel):
-    """Like `FlowSDE` with the constant diffusion g = eta.
+    """Takes the step of `FlowSDE` with the constant diffusion g = eta.
 
     Source: DanceGRPO, arXiv:2505.07818v4; eta = 0.3 for images and 0.25 for video there.
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         return _euler_maruyama(sigmas[k], sigmas[k + 1], eta)
 
 
 @dataclass(frozen=True)
 class CPS(Kernel):
-    """Coefficients-preserving step.
+    """Takes a coefficients-preserving step: the total noise level is exactly sigma_next.
 
     std = sigma_next sin(eta pi / 2), c1 = sigma_next cos(eta pi / 2).
 
-    The total noise level is exactly sigma_next. The noise does not shrink with the step, so eta is
-    not comparable between numbers of steps. The published code drops 1 / (2 std^2) and the
-    constants from the log-density ("unit"); with the true density the last step dominates the
-    gradient.
+    The noise does not shrink with the step, so eta is not comparable between numbers of steps. The
+    published code drops 1 / (2 std^2) and the constants from the log-density ("unit"); with the
+    true density the last step dominates the gradient.
 
     Source: Flow-CPS, arXiv:2509.05952v1; eta is 0.7 to 0.9 in published runs.
     """
@@ -101,23 +101,23 @@ class CPS(Kernel):
     density: Density = "unit"
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         angle = eta * (math.pi / 2)
         return Coefficients(sigmas[k + 1] * angle.cos(), sigmas[k + 1] * angle.sin())
 
 
 @dataclass(frozen=True)
 class Precise(Kernel):
-    """Exact solution of the local SDE with x0_hat frozen during the step.
+    """Solves the local SDE exactly, with x0_hat frozen during the step.
 
-    rho = [sigma_next (1 - sigma) / (sigma (1 - sigma_next))]^(eta^2 / 2), c1 = sigma_next rho,
-    std = sigma_next sqrt(1 - rho^2). At sigma = 1 rho is 0: the first step draws all noise anew.
+    rho = [sigma_next (1 - sigma) / (sigma (1 - sigma_next))]^(eta^2 / 2), c1 = sigma_next rho, std
+    = sigma_next sqrt(1 - rho^2). At sigma = 1 rho is 0: the first step draws all noise anew.
 
     Source: PRECISE, arXiv:2605.23522v1, and its released code.
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
         rho = (following * (1 - sigma) / (sigma * (1 - following))) ** (eta**2 / 2)
         return Coefficients(following * rho, following * (1 - rho**2).clamp(min=0).sqrt())
@@ -125,19 +125,18 @@ class Precise(Kernel):
 
 @dataclass(frozen=True)
 class DDIM(Kernel):
-    """The stochastic DDIM step of variance-preserving models, in flow coordinates.
+    """Takes the stochastic DDIM step of variance-preserving models, in flow coordinates.
 
-    With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times
-    n = ((1 - sigma)^2 + sigma^2)^(-1/2); its
-    std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar'). In flow
-    coordinates that is std = sigma_next eta sqrt(1 - q^2) with
-    q = sigma_next (1 - sigma) / (sigma (1 - sigma_next)), precise where abar is close to 1, too.
+    With abar = (1 - sigma)^2 / ((1 - sigma)^2 + sigma^2) a VP state is the flow state times n = ((1
+    - sigma)^2 + sigma^2)^(-1/2); its std^2 = eta^2 (1 - abar') / (1 - abar) (1 - abar / abar'). In
+    flow coordinates that is std = sigma_next eta sqrt(1 - q^2) with q = sigma_next (1 - sigma) /
+    (sigma (1 - sigma_next)), precise where abar is close to 1, too.
 
     Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
         q = following * (1 - sigma) / (sigma * (1 - following))
         variance = eta**2 * (1 - q**2).clamp(min=0)
@@ -147,7 +146,7 @@ class DDIM(Kernel):
 
 @dataclass(frozen=True)
 class StepwiseDDIM(Kernel):
-    """std = eta sigma_next sqrt(1 - sigma), c1 = sqrt(sigma_next^2 - std^2).
+    """Takes a step with std = eta sigma_next sqrt(1 - sigma), c1 = sqrt(sigma_next^2 - std^2).
 
     The total noise level is exactly sigma_next; the first step, at sigma = 1, draws no noise.
 
@@ -155,7 +154,7 @@ class StepwiseDDIM(Kernel):
     """
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
-        """(c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
+        """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         share = eta**2 * (1 - sigmas[k])
         kept = (1 - share).clamp(min=0)
         return Coefficients(sigmas[k + 1] * kept.sqrt(), sigmas[k + 1] * share.sqrt())
@@ -169,7 +168,7 @@ def transition(
     k: int,
     eta: Float[Tensor, "n"],
 ) -> Gaussian:
-    """Distribution of x_{k+1} given x_k and the velocity there."""
+    """Return the distribution of x_{k+1}, given x_k and the velocity there."""
     c1, std = kernel.coefficients(sigmas, k, eta)
     x0_hat, x1_hat = x - sigmas[k] * v, x + (1 - sigmas[k]) * v
     return Gaussian((1 - sigmas[k + 1]) * x0_hat + _as(c1, x) * x1_hat, std)
@@ -178,17 +177,17 @@ def transition(
 def sample_next(
     distribution: Gaussian, noise: Float[Tensor, "n *latent"]
 ) -> Float[Tensor, "n *latent"]:
-    """mean + std * noise."""
+    """Return the sample mean + std * noise."""
     return distribution.mean + _as(distribution.std, noise) * noise
 
 
 def log_density(
     kernel: Kernel, x_next: Float[Tensor, "n *latent"], distribution: Gaussian
 ) -> Float[Tensor, "n"]:
-    """log pi(x_next), averaged (not summed) over latent elements; 0 where std is 0.
+    """Return log pi(x_next), averaged (not summed) over latent elements; 0 where std is 0.
 
-    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3)
-    assume it.
+    Averaging keeps ratios near 1 for any latent size; published clip ranges (1e-6 to 1e-3) assume
+    it.
     """
     square = (x_next - distribution.mean).square().flatten(1).mean(1)
     if kernel.density == "unit":
@@ -201,7 +200,7 @@ def log_density(
 def mean_sensitivity(
     kernel: Kernel, sigmas: Float[Tensor, "S"], k: int, eta: Float[Tensor, "n"]
 ) -> Float[Tensor, "n"]:
-    """kappa = d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), negative."""
+    """Return kappa = d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), which is negative."""
     sigma, following = sigmas[k], sigmas[k + 1]
     return kernel.coefficients(sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
 

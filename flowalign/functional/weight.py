@@ -1,4 +1,4 @@
-"""How much each denoising step counts in the policy loss."""
+"""Weight each denoising step in the policy loss."""
 
 from typing import Literal, get_args
 
@@ -20,11 +20,11 @@ def step_weights(
     eta: Float[Tensor, "T"],
     trained: Bool[Tensor, "T"],
 ) -> Float[Tensor, "T"]:
-    """Factor on the loss of each step; 0 where the step is not trained.
+    """Return the factor on the loss of each step; 0 where the step is not trained.
 
-    uniform: 1. std: std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight) and
-    dt: its length, both with mean 1 over trained steps, as is sigma (SuperFlow, arXiv:2512.17951v2,
-    known from secondary sources). inverse_dt: 1 / length (GRPO-Guard,
+    uniform: 1. std: the std of the step (TempFlow-GRPO, arXiv:2508.04324, noise-aware weight). dt:
+    its length. sigma: its noise level (SuperFlow, arXiv:2512.17951v2, known from secondary
+    sources). These three have mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard,
     arXiv:2510.22319v1). inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional:
     makes the gradient of each step proportional to its length and keeps the sum of the native
     weights |d mean / d v| / std (PCPO, arXiv:2509.25774).

@@ -1,1 +1,52 @@
-"""Losses that update a policy from denoising transitions. One file per loss."""
+"""Losses that update a policy, one file per published loss.
+
+`policy_gradient` learns from transitions of rollouts, `matching` from noised clean latents.
+"""
+
+from flowalign.losses.matching.dense_dpo import DenseDPO
+from flowalign.losses.matching.dpo import DPO, AutoBeta
+from flowalign.losses.matching.kto import KTO
+from flowalign.losses.matching.linear_dpo import LinearDPO
+from flowalign.losses.matching.links import IPO, Hinge, Link, Sigmoid
+from flowalign.losses.matching.local_dpo import LocalDPO
+from flowalign.losses.matching.mapo import MaPO
+from flowalign.losses.matching.rwr import RWR
+from flowalign.losses.matching.safeguard import Safeguard
+from flowalign.losses.matching.sft import SFT
+from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses.policy_gradient.surrogates import (
+    DivergenceMask,
+    LayerTuning,
+    LogHinge,
+    PPOClip,
+    RatioNorm,
+    RewardClip,
+    Surrogate,
+)
+
+__all__ = [
+    "AutoBeta",
+    "DPO",
+    "DenseDPO",
+    "DivergenceMask",
+    "GRPO",
+    "Hinge",
+    "IPO",
+    "KTO",
+    "LayerTuning",
+    "LinearDPO",
+    "Link",
+    "LocalDPO",
+    "LogHinge",
+    "MaPO",
+    "PPOClip",
+    "RWR",
+    "RatioNorm",
+    "RewardClip",
+    "SFT",
+    "Safeguard",
+    "Sigmoid",
+    "StepDPO",
+    "Surrogate",
+]

@@ -1,4 +1,4 @@
-"""Pictures and videos as tensors, from a path or from bytes."""
+"""Decode images and videos to tensors, from a path or from bytes."""
 
 import hashlib
 import io
@@ -22,24 +22,31 @@ from flowalign.media.media import PICTURES, VIDEOS, Media
 from flowalign.media.orientation import Display
 
 __all__ = [
-    "Choice", "Clip", "MediaProblem", "decode", "digest", "frame_files", "is_video",
-    "moving_pictures", "num_frames_of",
-]  # fmt: skip
+    "Choice",
+    "Clip",
+    "MediaProblem",
+    "decode",
+    "digest",
+    "frame_files",
+    "is_video",
+    "moving_pictures",
+    "num_frames_of",
+]
 _ROUNDING = 2e-3
-"""Seconds: headers of videos count milliseconds, and round."""
+"""Tolerance in seconds: headers of videos count milliseconds, and round."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """Decoded frames in 8 bits, a quarter of their size in floating point."""
+    """Holds decoded frames in 8 bits, a quarter of their size in floating point."""
 
     pixels: UInt8[Tensor, "F 3 H W"]
     fps: float | None = None
-    """Frames per second of these frames; None for a picture, or where nobody knows."""
+    """Frames per second of these frames; None for an image, or if unknown."""
 
     @property
     def frames(self) -> Float[Tensor, "F 3 H W"]:
-        """RGB in [0, 1]."""
+        """Return the frames as RGB in [0, 1]."""
         return self.pixels.float() / 255
 
 
@@ -49,16 +56,15 @@ def decode(
     fps: float | None = None,
     num_frames: int | None = None,
 ) -> Clip:
-    """All frames of a video, or those that a `Choice` of these options names; a picture is one.
+    """Decode all frames of a video, or those that a `Choice` of these options names.
 
-    The path may be a folder of pictures: frames in the natural order of their names, at the rate
-    of the medium. A video's own rate goes before that; where its frames come unevenly, it is their
-    mean rate. Pictures are turned as their EXIF data say, and lose their transparency; videos are
-    turned as their display matrix says, as those of phones are.
+    An image is one frame. A folder of images is a clip at the rate of the medium, in the natural
+    order of names. A video's own rate goes before that, its mean rate if frames come unevenly. EXIF
+    data turn images, which lose their transparency; the display matrix turns videos.
 
     Raises:
-        MediaProblem: the file is missing, damaged, empty or of an unknown kind, or it does not
-            have the frames that are wanted; none is ever repeated or made up.
+        MediaProblem: the file is missing, damaged, empty or of an unknown kind, or lacks frames
+            that were requested; none is ever repeated or made up.
         ValueError: it is a video, and av is not installed.
     """
     choice = Choice(max_frames, fps, num_frames)
@@ -75,7 +81,7 @@ def decode(
 
 
 def digest(medium: Media) -> bytes:
-    """SHA-256 of the file; of a folder, of the names and the contents of its frames in their order.
+    """Return the SHA-256 of a file, or of the names and contents of a folder's frames in order.
 
     Raises:
         MediaProblem: it has neither a path nor data, or its folder has no frames.
@@ -100,22 +106,27 @@ def _file_digest(path: Path) -> bytes:
 
 
 def is_video(medium: Media) -> bool:
-    """Whether a file is one of videos, by its name or by its first bytes; others are pictures."""
+    """Return whether a file is a video, by its name or by its first bytes; others are images."""
     if medium.path:
         return Path(medium.path).suffix.lower() in VIDEOS
     return _looks_like_video(medium.data or b"")
 
 
 def _looks_like_video(data: bytes) -> bool:
-    """MP4 and relatives, Matroska, GIF, AVI."""
+    """Recognise MP4 and its relatives, Matroska, GIF and AVI."""
     return data[4:8] == b"ftyp" or data[:4] in (b"\x1aE\xdf\xa3", b"GIF8") or data[8:12] == b"AVI "
 
 
 def _clip(
-    name: str, shown: Iterable[Shown], total: int, choice: Choice,
-    pixels: Callable[[Any], np.ndarray], stated: float | None = None, tick: float = 0.0,
-) -> Clip:  # fmt: skip
-    """The chosen ones of these frames, the only ones of which `pixels` are asked."""
+    name: str,
+    shown: Iterable[Shown],
+    total: int,
+    choice: Choice,
+    pixels: Callable[[Any], np.ndarray],
+    stated: float | None = None,
+    tick: float = 0.0,
+) -> Clip:
+    """Stack the frames that `choice` selects; `pixels` is called for these only."""
     seconds: list[float] = []
 
     def noted() -> Iterator[Shown]:
@@ -137,7 +148,7 @@ def _clip(
 
 
 def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choice) -> Clip:
-    """One frame, or those of an animated WebP."""
+    """Decode one frame, or those of an animated WebP."""
     with _opened_picture(source, name) as image:
         frames = ImageSequence.all_frames(image) if num_frames_of(image) > 1 else [image]
         lasting = [frame.info.get("duration", 0) / 1000 for frame in frames]
@@ -148,18 +159,22 @@ def _picture(source: Path | io.BytesIO, name: str, fps: float | None, choice: Ch
         ]
         stated = len(frames) / float(starts[-1]) if known else fps
         return _clip(
-            name, shown, len(frames), choice, lambda frame: _upright(frame, name),
+            name,
+            shown,
+            len(frames),
+            choice,
+            lambda frame: _upright(frame, name),
             stated if len(frames) > 1 else None,
-        )  # fmt: skip
+        )
 
 
 def num_frames_of(image: Image.Image) -> int:
-    """Frames of an opened picture: of other kinds than WebP the first is all that is seen."""
+    """Return the frames of an opened image; of formats other than WebP only the first counts."""
     return image.n_frames if isinstance(image, WebPImageFile) else 1
 
 
 def frame_files(folder: Path) -> list[Path]:
-    """The pictures in a folder, in the natural order of their names. MediaProblem if it has none"""
+    """List a folder's images in natural order of names; raise MediaProblem if it has none."""
     paths = sorted(
         (path for path in folder.iterdir() if path.suffix.lower() in PICTURES),
         key=lambda path: [
@@ -173,7 +188,7 @@ def frame_files(folder: Path) -> list[Path]:
 
 
 def _folder(folder: Path, fps: float | None, choice: Choice) -> Clip:
-    """Frames that are files; a broken one breaks the clip."""
+    """Decode frames that are files; a broken file breaks the clip."""
     paths = frame_files(folder)
     shown = (Shown(i / fps if fps else np.nan, path) for i, path in enumerate(paths))
 
@@ -216,15 +231,20 @@ def _video(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choi
             raise MediaProblem(f"truncated or damaged video: {name} has no end")
         stated = float(stream.average_rate) if stream.average_rate else fps
         return _clip(
-            name, _shown(container, stream, stated, name), total, choice,
-            Display(name).show, stated, float(stream.time_base or 0),
-        )  # fmt: skip
+            name,
+            _shown(container, stream, stated, name),
+            total,
+            choice,
+            Display(name).show,
+            stated,
+            float(stream.time_base or 0),
+        )
 
 
 def _shown(container: Any, stream: Any, rate: float | None, name: str) -> Iterator[Shown]:
-    """Frames with their moments; without timestamps, at an even rate.
+    """Yield frames with their times in seconds; without timestamps, at an even rate.
 
-    Decoders hide damage: they go on with what they have, and end early without a word.
+    Decoders hide damage: they go on with what they have, and end early without an error.
     """
     before = second = lasting = 0.0
     for i, frame in enumerate(container.decode(stream)):
@@ -243,20 +263,20 @@ def _shown(container: Any, stream: Any, rate: float | None, name: str) -> Iterat
 
 
 def _count(source: Path | io.BytesIO, name: str) -> int:
-    """Frames of a video, without decoding them."""
+    """Count the frames of a video without decoding them."""
     with _opened_video(source, name) as (container, stream):
         return sum(1 for packet in container.demux(stream) if packet.size)
 
 
 def _ends(source: Path | io.BytesIO, trailer: bytes) -> bool:
-    """Whether its last bytes are these; what some programs pad files with may follow."""
+    """Return whether the last bytes are these, less the padding that some programs append."""
     data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
     return data.rstrip(b"\0\r\n\t ").endswith(trailer)
 
 
 @contextmanager
 def _opened_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, Any]]:
-    """A container and its first stream of moving pictures."""
+    """Open a container and yield it with its first video stream."""
     try:
         import av
     except ImportError as error:
@@ -271,11 +291,7 @@ def _opened_video(source: Path | io.BytesIO, name: str) -> Iterator[tuple[Any, A
 
 
 def moving_pictures(container: Any, name: str) -> Any:
-    """The first stream of them in an opened container; the cover of a song is none.
-
-    Raises:
-        MediaProblem: there is none; `name` is the file's.
-    """
+    """Return the first video stream that is no cover art; raise MediaProblem if there is none."""
     from av.stream import Disposition
 
     for stream in container.streams.video:

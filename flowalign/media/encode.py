@@ -1,4 +1,4 @@
-"""Clips written to files: MP4, WebM and GIF by PyAV, an animated WebP, or a folder of pictures."""
+"""Write clips to files: MP4, WebM and GIF by PyAV, an animated WebP, or a folder of images."""
 
 import shutil
 from fractions import Fraction
@@ -11,31 +11,31 @@ from PIL import Image
 from torch import Tensor
 
 from flowalign.media.thumbnails import EXACT, bytes_of, looping
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 CLIPS = (".mp4", ".webm", ".gif", ".webp")
-"""Endings of files that `write_clip` writes."""
+"""File name extensions that `write_clip` supports."""
 _CODECS = {".mp4": "libx264", ".webm": "libvpx-vp9", ".gif": "gif"}
 _LOSSY = {".mp4": {"crf": "18"}, ".webm": {"crf": "18", "b:v": "0"}, ".gif": {}}
 _LOSSLESS = {".mp4": {"crf": "0"}, ".webm": {"lossless": "1"}, ".gif": {}}
 _MOST_OF_GIF = 100
-"""Frames per second: a GIF counts time in hundredths."""
+"""Highest frame rate of a GIF, which counts time in hundredths of a second."""
 _BT709, _LIMITED = 1, 1
-"""Numbers of the colour space and of its range in the headers of a video."""
+"""Codes of the colour space and of its range in the headers of a video."""
 
 
 def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None:
-    """Write RGB in [0, 1] aside and rename; the ending of the name says in what form.
+    """Write RGB in [0, 1] atomically, in the format that the extension of the name says.
 
-    `.mp4` is H.264 and `.webm` VP9: of half resolution in colour, which every player shows, but
-    exact to 1/255 for clips of up to 64 pixels, whose shapes that would blur (some browsers do not
-    play these). `.gif` keeps 256 colours and times in 1/100 s; `.webp` is for pages, as it stores
-    equal frames in a row as one. A name without an ending is a folder of PNG files, which keep
-    every pixel but not the rate.
+    `.mp4` is H.264 and `.webm` VP9: with half the resolution in colour, which every player shows,
+    but exact to 1/255 for clips of up to 64 pixels, whose shapes that would blur (some browsers do
+    not play these). `.gif` keeps 256 colours and times in 1/100 s; `.webp` is for pages, as it
+    stores equal frames in a row as one. A name without an extension is a folder of PNG files, which
+    keep every pixel but not the rate.
 
     Raises:
-        ValueError: the ending is none of these, the sides are odd (a larger .mp4), the rate is not
-            positive or too high (.gif), the folder exists, or av is not installed.
+        ValueError: the extension is none of these, the sides are odd (a larger .mp4), the rate is
+            not positive or too high (.gif), the folder exists, or av is not installed.
     """
     ending = path.suffix.lower()
     if ending not in ("", *CLIPS):
@@ -51,7 +51,7 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
     if not ending and path.exists():
         raise ValueError(f"{path} exists; frames are written to a new folder")
     pixels = bytes_of(frames.detach().cpu())
-    with aside(path, alone=True) as partial:
+    with atomic_write(path, alone=True) as partial:
         if not ending:
             _write_folder(partial, pixels)
         elif ending == ".webp":
@@ -61,7 +61,7 @@ def write_clip(path: Path, frames: Float[Tensor, "F 3 H W"], fps: float) -> None
 
 
 def _write_folder(partial: Path, pixels: UInt8[Tensor, "F 3 H W"]) -> None:
-    """Names are as long as each other, so that any sorting keeps the order."""
+    """Write a PNG file per frame; equally long names keep the order under any sorting."""
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     digits = max(4, len(str(len(pixels) - 1)))
@@ -93,7 +93,7 @@ def _write_video(
 
 
 def _in_yuv(pixels: UInt8[Tensor, "F 3 H W"], colours: str) -> list:
-    """Frames of light and two colours in this resolution; BT.709, as the header says."""
+    """Convert frames to YUV at this chroma resolution; BT.709, as the header says."""
     from av import VideoFrame
     from av.video.reformatter import Colorspace
 
@@ -106,7 +106,7 @@ def _in_yuv(pixels: UInt8[Tensor, "F 3 H W"], colours: str) -> list:
 
 
 def _in_palette(pixels: UInt8[Tensor, "F 3 H W"]) -> list:
-    """Frames in the 256 colours that suit all of them."""
+    """Convert frames to the 256 colours that suit all of them best."""
     from av import VideoFrame
 
     tower = Image.fromarray(np.concatenate(_rows(pixels)))

@@ -1,4 +1,4 @@
-"""Which frames of a clip are wanted, taken from it as they come."""
+"""Select frames of a clip while they are being decoded."""
 
 import itertools
 import math
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _CLOSE = 1e-6
-"""Seconds; of two frames that are equally near to a moment within this, the earlier is taken."""
+"""Tolerance in seconds: of two frames equally near to a requested time, the earlier is taken."""
 
 
 class MediaProblem(ValueError):
-    """Why a file gives no frames: what kind of problem, a colon, and the details."""
+    """Says why a file gives no frames: the kind of problem, a colon, and the details."""
 
 
 class Shown(NamedTuple):
-    """A frame and the second at which it appears, NaN where nobody knows."""
+    """Holds a frame and the second at which it appears, NaN if unknown."""
 
     second: float
     frame: Any
@@ -23,17 +23,18 @@ class Shown(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which frames are wanted; without any of these, all."""
+    """Selects frames of a clip; without any option, all of them."""
 
     max_frames: int | None = None
-    """At most so many, evenly spaced."""
+    """Largest number of frames, which are evenly spaced."""
     fps: float | None = None
-    """Those nearest in time to 0, 1 / fps, 2 / fps, ... seconds after the first, none twice."""
+    """Frames per second: those nearest to 0, 1 / fps, 2 / fps, ... seconds after the first, none
+    twice."""
     num_frames: int | None = None
-    """Exactly so many, the first ones."""
+    """Exact number of frames, the first ones."""
 
     def __post_init__(self) -> None:
-        """Refuse what no clip can give."""
+        """Reject combinations and values that no clip can satisfy."""
         if self.max_frames and (self.fps or self.num_frames):
             raise ValueError("max_frames goes neither with fps nor with num_frames")
         for name, value in vars(self).items():
@@ -41,10 +42,10 @@ class Choice:
                 raise ValueError(f"{name} is {value}; it must be above 0")
 
     def of(self, shown: Iterable[Shown], total: int, name: str) -> Iterator[Shown]:
-        """The wanted frames; `total` is needed for evenly spaced ones only.
+        """Yield the selected frames; `total` is needed for evenly spaced ones only.
 
         Raises:
-            MediaProblem: on the way, where a wanted frame is not there; `name` is the clip's.
+            MediaProblem: on the way, where a selected frame is missing; `name` is the clip's.
         """
         if self.fps:
             shown = at_rate(shown, self.fps, name)
@@ -54,17 +55,17 @@ class Choice:
         yield from exactly(shown, self.num_frames, name) if self.num_frames else shown
 
     def rate(self, fps: float | None, total: int) -> float | None:
-        """Frames per second of what is chosen, if the clip has `fps`."""
+        """Return the frames per second of the selection, if the clip has `fps`."""
         if self.fps or not fps:
             return self.fps
         return fps * min(self.max_frames, total) / total if self.max_frames else fps
 
 
 def at_rate(shown: Iterable[Shown], fps: float, name: str) -> Iterator[Shown]:
-    """The frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first.
+    """Yield the frames nearest to 0, 1 / fps, 2 / fps, ... seconds after the first.
 
     Raises:
-        MediaProblem: the moments are unknown, or one frame would be taken twice.
+        MediaProblem: the times are unknown, or one frame would be taken twice.
     """
     start, before, used, count, shown_so_far = 0.0, None, -math.inf, 0, 0
     for one in shown:
@@ -91,7 +92,7 @@ def at_rate(shown: Iterable[Shown], fps: float, name: str) -> Iterator[Shown]:
 
 
 def exactly(shown: Iterable[Shown], count: int, name: str) -> Iterator[Shown]:
-    """The first `count` frames. MediaProblem where there are fewer."""
+    """Yield the first `count` frames; raise MediaProblem if there are fewer."""
     there = 0
     for one in itertools.islice(shown, count):
         there += 1
@@ -101,9 +102,9 @@ def exactly(shown: Iterable[Shown], count: int, name: str) -> Iterator[Shown]:
 
 
 def mean_rate(seconds: Sequence[float], stated: float | None, tick: float) -> float | None:
-    """Frames per second: as stated, where frames at these seconds agree with it, else on average.
+    """Return the stated frames per second if frames at these seconds agree with it, else the mean.
 
-    Moments are counted in ticks, so that they agree if they are less than one apart.
+    Times are counted in ticks, so that they agree if they are less than one apart.
     """
     span = seconds[-1] - seconds[0] if len(seconds) > 1 else 0.0
     if not span > 0:  # unknown, too

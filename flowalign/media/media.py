@@ -1,4 +1,4 @@
-"""TODO module docstring."""
+"""Describe an image or a video as it is stored."""
 
 from dataclasses import dataclass, field
 
@@ -6,16 +6,16 @@ PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 VIDEOS = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi", ".m4v", ".gif"})
-"""Endings of file names."""
+"""File name extensions of videos; those of images are in `PICTURES`."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """An image or a video as it is stored: a path, or the bytes of a file; or which one it was."""
+    """Refers to an image or a video by a path, by the bytes of a file, or only by a digest."""
 
     path: str | None = None
     data: bytes | None = field(default=None, repr=False)
     fps: float | None = None
-    """Frames per second where the file does not say it."""
+    """Frames per second, for files that do not state it."""
     digest: str | None = None
-    """SHA-256 of the file in hexadecimal, once somebody has read it."""
+    """SHA-256 of the file in hexadecimal, once it has been read."""

@@ -1,4 +1,4 @@
-"""Frames of a video as a player shows them: phones store them as the sensor lay."""
+"""Turn the frames of a video as players show them: phones store them as the sensor lay."""
 
 from typing import Any, NamedTuple
 
@@ -8,7 +8,7 @@ from flowalign.media.frame_sampling import MediaProblem
 
 
 class _Turn(NamedTuple):
-    """Rows become columns first, where they do; then both are read forwards (1) or backwards."""
+    """Describes a turn: swap rows and columns, if set; then read both forwards (1) or back (-1)."""
 
     swapped: bool = False
     down: int = 1
@@ -16,15 +16,15 @@ class _Turn(NamedTuple):
 
 
 class Display:
-    """RGB of the frames of one clip, turned and mirrored as the first one's display matrix says.
+    """Converts the frames of one clip to RGB, turned as the first one's display matrix says.
 
-    PyAV frees a frame whose side data were asked for only when garbage is collected, so only one
-    frame is asked; and none converts itself: the converter's threads would wait for each other
-    forever where that happens after a fork.
+    PyAV frees a frame whose side data were requested only when garbage is collected, so only one
+    frame is asked; and frames never convert themselves: the converter's threads would wait for each
+    other forever where that happens after a fork.
     """
 
     def __init__(self, name: str):
-        """For a clip of this name. Needs av."""
+        """Prepare for a clip of this name; av must be installed."""
         from av.video.reformatter import VideoReformatter
 
         self.name = name
@@ -32,7 +32,7 @@ class Display:
         self._turn: _Turn | None = None
 
     def show(self, frame: Any) -> np.ndarray:
-        """Height, width and colours. MediaProblem where the clip is turned by no right angle."""
+        """Return [height, width, RGB]; raise MediaProblem if a clip's turn is no right angle."""
         self._turn = self._turn or _turn(frame, self.name)
         pixels = self._converter.reformat(frame, format="rgb24").to_ndarray()
         pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels
@@ -40,7 +40,10 @@ class Display:
 
 
 def _turn(frame: Any, name: str) -> _Turn:
-    """By the matrix [[a, b], [c, d]], a point (x, y), y down, goes to (a x + c y, b x + d y)."""
+    """Read the turn from the display matrix of a frame.
+
+    By the matrix [[a, b], [c, d]], a point (x, y), y down, goes to (a x + c y, b x + d y).
+    """
     for side in frame.side_data:
         if side.type.name == "DISPLAYMATRIX":
             a, b, c, d = np.sign(np.frombuffer(bytes(side), np.int32)[[0, 1, 3, 4]]).tolist()

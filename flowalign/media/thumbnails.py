@@ -1,4 +1,4 @@
-"""Clips on a page: a small picture that moves, and a strip of some of its frames."""
+"""Show clips on a page: as small looping animations, and as strips of some of their frames."""
 
 import io
 import itertools
@@ -10,20 +10,20 @@ from PIL import Image
 from torch import Tensor
 
 LONGEST, MOST_FRAMES = 192, 48
-"""Of a clip on a page: pixels of the longer side, and frames."""
+"""Limits of a clip on a page: pixels of the longer side, and number of frames."""
 UNKNOWN_RATE = 8.0
 """Frames per second at which a page plays a clip of unknown rate."""
 EXACT = 64
-"""Longer side in pixels of a clip, up to which it is stored without loss."""
+"""Longer side in pixels up to which a clip is stored without loss."""
 
 
 def bytes_of(frames: Float[Tensor, "*f 3 H W"]) -> UInt8[Tensor, "*f 3 H W"]:
-    """RGB in [0, 1] as 8 bits, rounded."""
+    """Convert RGB in [0, 1] to 8 bits, rounded."""
     return (frames.float().clamp(0, 1) * 255).round().byte()
 
 
 def pictures(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
-    """Every frame, scaled so that its longer side has `side` pixels."""
+    """Return every frame as an image whose longer side has `side` pixels."""
     scale = side / max(pixels.shape[-2:])
     height, width = (max(1, round(n * scale)) for n in pixels.shape[-2:])
     kind = Image.Resampling.NEAREST if scale > 2 else Image.Resampling.LANCZOS
@@ -32,9 +32,10 @@ def pictures(pixels: UInt8[Tensor, "F 3 H W"], side: int) -> list[Image.Image]:
 
 
 def looping(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None = None) -> bytes:
-    """An animated WebP that plays for ever, its longer side scaled to `side` pixels.
+    """Return an animated WebP that plays forever, its longer side scaled to `side` pixels.
 
-    Small frames lose nothing by it. Equal frames in a row are stored as one that lasts longer.
+    Frames of up to `EXACT` pixels are stored without loss. Equal frames in a row are stored as one
+    that lasts longer.
     """
     longer = max(pixels.shape[-2:])
     first, *others = pictures(pixels, side or longer)
@@ -42,27 +43,33 @@ def looping(pixels: UInt8[Tensor, "F 3 H W"], fps: float, side: int | None = Non
     lasting = [end - start for start, end in itertools.pairwise(ends)]
     content = io.BytesIO()
     first.save(
-        content, "WEBP", save_all=True, append_images=others, duration=lasting, loop=0,
-        lossless=longer <= EXACT, quality=70,
-    )  # fmt: skip
+        content,
+        "WEBP",
+        save_all=True,
+        append_images=others,
+        duration=lasting,
+        loop=0,
+        lossless=longer <= EXACT,
+        quality=70,
+    )
     return content.getvalue()
 
 
 def first_to_last(num_frames: int, most: int) -> list[int]:
-    """At most so many frames at equal distances, the first and the last among them."""
+    """Return at most `most` evenly spaced frames, including the first and the last."""
     if num_frames <= most:
         return list(range(num_frames))
     return torch.linspace(0, num_frames - 1, most).round().long().tolist()
 
 
 def thinned(num_frames: int, fps: float, most: int) -> tuple[list[int], float]:
-    """At most so many frames, every n-th one, and the rate at which they last as long."""
+    """Return every n-th frame, at most `most`, and the rate that keeps the duration."""
     step = math.ceil(num_frames / most)
     return list(range(0, num_frames, step)), fps / step
 
 
 def reduced(frames: Float[Tensor, "F 3 H W"], longest: int) -> Float[Tensor, "F 3 h w"]:
-    """Averaged over areas where the longer side has more pixels than `longest`."""
+    """Average over areas where the longer side has more pixels than `longest`."""
     ratio = longest / max(frames.shape[-2:])
     if ratio >= 1:
         return frames

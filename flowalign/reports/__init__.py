@@ -1,1 +1,4 @@
-"""TODO room."""
+"""Charts and pages, made from the files that a run or a comparison wrote.
+
+This room reads metrics, samples and records; it knows no model and no reward.
+"""

@@ -1,4 +1,4 @@
-"""The picture of a calibration: noise level over step, and how often noise helped."""
+"""Draw a calibration: the noise level of each step, and how often noise helped."""
 
 import io
 from pathlib import Path
@@ -11,18 +11,27 @@ from flowalign.sampling.calibration import History, Iteration
 
 _BEFORE, _AFTER, _REST = "#d55e00", "#0072b2", "#777777"
 _STYLE: dict[Any, Any] = {
-    "font.size": 11, "lines.linewidth": 1.4, "lines.markersize": 4, "axes.edgecolor": "#999999",
-    "axes.spines.top": False, "axes.spines.right": False,
-    "axes.grid": True, "grid.color": "#e8e8e8", "grid.linewidth": 0.7, "axes.axisbelow": True,
-    "axes.labelcolor": "#444444", "xtick.color": "#444444", "ytick.color": "#444444",
+    "font.size": 11,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "axes.edgecolor": "#999999",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "axes.labelcolor": "#444444",
+    "xtick.color": "#444444",
+    "ytick.color": "#444444",
     "svg.hashsalt": "flowalign",
-}  # fmt: skip
+}
 
 
 def draw_calibration(history: History, png: Path | None = None) -> str:
-    """Levels and shares over the calibrated steps as an SVG data address, 320 units wide.
+    """Draw levels and shares of the calibrated steps as an SVG data URL, 320 units wide.
 
-    With `png`, a file of twice that size, too.
+    With `png`, also write a file of twice that size.
 
     Raises:
         ValueError: no iteration has been made yet, or no step was valued in any.
@@ -42,9 +51,14 @@ def draw_calibration(history: History, png: Path | None = None) -> str:
         below.xaxis.set_major_locator(MaxNLocator(8, integer=True, steps=[1, 2, 5, 10]))
         for axes in (above, below):
             axes.legend(
-                loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False,
-                handlelength=1.4, columnspacing=1.2, borderaxespad=0.2,
-            )  # fmt: skip
+                loc="lower left",
+                bbox_to_anchor=(0, 1),
+                ncols=3,
+                frameon=False,
+                handlelength=1.4,
+                columnspacing=1.2,
+                borderaxespad=0.2,
+            )
         drawn = io.BytesIO()
         figure.savefig(drawn, format="svg", metadata={"Date": None})
         if png is not None:  # after the SVG, whose layout another resolution would change
@@ -53,7 +67,7 @@ def draw_calibration(history: History, png: Path | None = None) -> str:
 
 
 def _calibrated(history: History) -> np.ndarray:
-    """Indices of the steps that some iteration valued; the others are ODE steps."""
+    """Return the indices of steps that some iteration valued; the others are ODE steps."""
     steps = np.flatnonzero(np.sum([row.valid for row in history.iterations] or [[0]], axis=0))
     if len(steps) == 0:
         raise ValueError(
@@ -63,22 +77,26 @@ def _calibrated(history: History) -> np.ndarray:
 
 
 def _draw_levels(axes: Any, history: History, steps: np.ndarray) -> None:
-    """psi on a logarithmic axis: its steps differ by orders of magnitude."""
+    """Draw psi on a logarithmic axis, as steps differ by orders of magnitude."""
     first, *others = [np.array(row.psi)[steps] for row in history.iterations]
     for psi in others:
         axes.plot(steps, psi, color=_REST, alpha=0.3, linewidth=0.7)
     axes.plot(steps, first, "o--", color=_BEFORE, markersize=3, label="initial")
     axes.plot(
-        steps, np.array(history.psi)[steps], "o-", color=_AFTER, linewidth=2.4,
+        steps,
+        np.array(history.psi)[steps],
+        "o-",
+        color=_AFTER,
+        linewidth=2.4,
         label=f"after {len(history.iterations)} iterations",
-    )  # fmt: skip
+    )
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     axes.set_ylabel("noise level psi")
 
 
 def _draw_shares(axes: Any, history: History, steps: np.ndarray) -> None:
-    """Share of positive gains with its standard error, ties left out; and where it is to lie."""
+    """Draw the share of positive gains with its standard error, without ties, and its target."""
     if history.settings["rule"] == "damped":
         aim = (1 - history.settings["threshold"]) / 2
         axes.axhline(aim, color=_REST, linestyle=":", label=f"aim {aim:.0%}")
@@ -96,7 +114,7 @@ def _draw_shares(axes: Any, history: History, steps: np.ndarray) -> None:
 
 
 def _share(row: Iteration, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Positive over positive and negative, and its standard error; NaN where all tie."""
+    """Return positive / (positive + negative) and its standard error; NaN where all are ties."""
     positive, negative = (
         np.array(side, dtype=float)[steps] for side in (row.positive, row.negative)
     )

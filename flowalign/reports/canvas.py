@@ -1,4 +1,4 @@
-"""A page that is drawn on in inches, y growing downwards, and a scale of colours around 0."""
+"""Draw on a page in inches, y growing downwards, and map numbers to colours around 0."""
 
 import math
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 Cells = Sequence[Sequence[float | None]]
 MARGIN = 0.2
@@ -17,7 +17,7 @@ _DPI = 144
 
 
 class Sheet:
-    """A page that grows as it is drawn on; `y` is where the next part begins."""
+    """Represents a page that grows as it is drawn on; `y` is where the next part begins."""
 
     def __init__(self):
         from matplotlib.figure import Figure
@@ -27,33 +27,38 @@ class Sheet:
         self.width, self.y = 6.6, MARGIN
 
     def text(self, x: float, y: float, text: str, **style: Any) -> None:
-        """Centred on (x, y), unless told otherwise."""
+        """Draw text centred on (x, y), unless `style` says otherwise."""
         self.axes.text(x, y, text, **{"va": "center", "ha": "center", **style})
 
     def line(self, text: str, height: float = 0.2, **style: Any) -> None:
-        """One line of text at the left margin."""
+        """Draw one line of text at the left margin."""
         self.text(MARGIN, self.y + height / 2, text, ha="left", **style)
         self.y += height
 
     def box(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        """A rectangle with its upper left corner at (x, y)."""
+        """Draw a rectangle with its upper left corner at (x, y)."""
         from matplotlib.patches import Rectangle
 
         self.axes.add_patch(Rectangle((x, y), width, height, **style))
         self.width = max(self.width, x + width + MARGIN)
 
     def arrow(self, x: float, y: float, width: float, height: float, **style: Any) -> None:
-        """A box that ends in a point to the right, centred on y."""
+        """Draw a box that ends in a point to the right, centred on y."""
         from matplotlib.patches import Polygon
 
         tip, half = min(0.12, width / 4), height / 2
-        corners = [(x, y - half), (x + width - tip, y - half), (x + width, y),
-                   (x + width - tip, y + half), (x, y + half)]  # fmt: skip
+        corners = [
+            (x, y - half),
+            (x + width - tip, y - half),
+            (x + width, y),
+            (x + width - tip, y + half),
+            (x, y + half),
+        ]
         self.axes.add_patch(Polygon(corners, closed=True, **style))
         self.width = max(self.width, x + width + MARGIN)
 
     def picture(self, image: np.ndarray | None, x: float, y: float, side: float) -> None:
-        """In a square, its proportions kept."""
+        """Draw an image in a square, its proportions kept; without one, an empty frame."""
         if image is None:
             self.box(x, y, side, side, facecolor="white", edgecolor="#bbbbbb", linewidth=0.6)
             return
@@ -66,24 +71,31 @@ class Sheet:
         self.box(x, y, width, height, facecolor="none", edgecolor="#bbbbbb", linewidth=0.6)
 
     def star(self, x: float, y: float, size: int) -> None:
-        """A star, `size` points wide."""
+        """Draw a star, `size` points wide."""
         self.axes.plot(
-            [x], [y], marker="*", markersize=size, color=_STAR, markeredgecolor=INK,
-            markeredgewidth=0.6, linestyle="none", zorder=5,
-        )  # fmt: skip
+            [x],
+            [y],
+            marker="*",
+            markersize=size,
+            color=_STAR,
+            markeredgecolor=INK,
+            markeredgewidth=0.6,
+            linestyle="none",
+            zorder=5,
+        )
 
     def save(self, png: Path) -> None:
-        """Written aside and renamed."""
+        """Write the page to a PNG file atomically."""
         height = self.y + MARGIN
         self.figure.set_size_inches(self.width, height)
         self.axes.set(xlim=(0, self.width), ylim=(height, 0))
         self.axes.axis("off")
-        with aside(png) as partial:
+        with atomic_write(png) as partial:
             self.figure.savefig(partial, format="png", facecolor="white")
 
 
 class Scale:
-    """Colours from orange over white to blue, symmetric around 0."""
+    """Maps numbers to colours from orange over white to blue, symmetric around 0."""
 
     def __init__(self, cells: Cells):
         from matplotlib.colors import LinearSegmentedColormap
@@ -94,29 +106,33 @@ class Scale:
         self.digits = min(max(2, 1 - math.floor(math.log10(self.most))), 4)
 
     def colour(self, number: float | None) -> Any:
-        """Of a cell; grey where there is no number."""
+        """Return the colour of a cell; grey where there is no number."""
         return _EMPTY if number is None else self.map(0.5 + number / self.most / 2)
 
     def ink(self, number: float | None) -> str:
-        """What can be read on that colour."""
+        """Return a text colour that can be read on that cell."""
         return "white" if number is not None and abs(number) > 0.6 * self.most else INK
 
     def told(self, number: float | None) -> str:
-        """The number with its sign; zero has none."""
+        """Format a number with its sign; zero has none."""
         if number is None:
             return ""
         text = f"{number:+.{self.digits}f}"
         return text if text.strip("+-0.") else text[1:]
 
     def draw(self, sheet: Sheet, name: str) -> None:
-        """One line: the name, the colours with their ends, and what grey means."""
+        """Draw the legend in one line: name, colours with their ends, and what grey means."""
         y, x, width = sheet.y + 0.12, MARGIN + 1.8, 1.4
         sheet.text(MARGIN, y, name, ha="left", color=SOFT)
         sheet.text(x - 0.08, y, self.told(-self.most), ha="right")
         sheet.axes.imshow(
-            np.linspace(0, 1, 128)[None], extent=(x, x + width, y + 0.07, y - 0.07),
-            aspect="auto", cmap=self.map, vmin=0, vmax=1,
-        )  # fmt: skip
+            np.linspace(0, 1, 128)[None],
+            extent=(x, x + width, y + 0.07, y - 0.07),
+            aspect="auto",
+            cmap=self.map,
+            vmin=0,
+            vmax=1,
+        )
         sheet.text(x + width + 0.08, y, self.told(self.most), ha="left")
         x += width + 0.75
         sheet.box(x, y - 0.07, 0.14, 0.14, facecolor=_EMPTY)

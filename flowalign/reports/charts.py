@@ -1,4 +1,4 @@
-"""The charts of a run's report: which metrics belong together, and how they are drawn."""
+"""Draw the charts of a run's report: which metrics belong together, and how they look."""
 
 import base64
 import io
@@ -20,7 +20,7 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#
 
 @dataclass(frozen=True)
 class Panel:
-    """One small chart."""
+    """Describes one small chart."""
 
     title: str
     unit: str
@@ -29,10 +29,10 @@ class Panel:
 
 
 def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
-    """The charts of the page, in reading order; those without data are left out.
+    """Return the charts of the page, in reading order; those without data are left out.
 
-    Reward dimensions without weight are watched: they tell whether the others are still worth what
-    they seem to be. Where no weights are known, all have one.
+    Reward dimensions of weight 0 are watched, not optimised: they tell whether the others are still
+    worth what they seem to be. If no weights are known, all dimensions count as optimised.
     """
     weights = dict.fromkeys((n[7:] for n in series), 1.0) if weights is None else weights
 
@@ -65,15 +65,15 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
 
 
 def weights_in(config: Path) -> dict[str, float] | None:
-    """Of the reward dimensions, as a run file says."""
+    """Read the weights of the reward dimensions from a run file."""
     content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None
     return content.get("reward_weights") if isinstance(content, dict) else None
 
 
 def _changes(series: Lines, weights: Mapping[str, float]) -> Lines:
-    """Held-out change of the weighted sum and of each watched dimension since the first evaluation.
+    """Return held-out changes since the first evaluation: the weighted sum, each watched dimension.
 
-    Empty where nothing is watched.
+    The result is empty if nothing is watched.
     """
     known = {name[5:]: line for name, line in series.items() if name.startswith("eval/")}
     dims = [d for d in known if "/" not in d and f"reward/{d}" in series]
@@ -91,7 +91,7 @@ def _changes(series: Lines, weights: Mapping[str, float]) -> Lines:
 
 
 def _preference(series: Lines) -> list[Panel]:
-    """What training on pairs does: who is right how often, and whose error falls or rises."""
+    """Return panels of training on pairs: how many are in order, and whose error rises."""
 
     def pick(quantity: str) -> Lines:
         names = {"training": quantity, "held out": f"eval/pairs/{quantity}"}
@@ -119,19 +119,27 @@ def _evaluation(series: Lines) -> list[Panel]:
 
 
 def style() -> dict[Any, Any]:
-    """How every chart looks: light, without a frame."""
+    """Return the looks of every chart: light, without a frame."""
     return {
-        "font.size": 11, "lines.linewidth": 1.4, "axes.edgecolor": "#999999",
-        "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "grid.color": "#e8e8e8", "grid.linewidth": 0.7,
-        "axes.axisbelow": True, "axes.prop_cycle": f"cycler(color={list(_COLOURS)})",
-        "axes.labelcolor": "#444444", "xtick.color": "#444444", "ytick.color": "#444444",
+        "font.size": 11,
+        "lines.linewidth": 1.4,
+        "axes.edgecolor": "#999999",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#e8e8e8",
+        "grid.linewidth": 0.7,
+        "axes.axisbelow": True,
+        "axes.prop_cycle": f"cycler(color={list(_COLOURS)})",
+        "axes.labelcolor": "#444444",
+        "xtick.color": "#444444",
+        "ytick.color": "#444444",
         "svg.hashsalt": "flowalign",
-    }  # fmt: skip
+    }
 
 
 def chart(panel: Panel) -> str:
-    """The panel as an SVG data address; 320 units wide: letters have 11 px on a phone."""
+    """Draw the panel as an SVG data URL; 320 units wide, so that letters have 11 px on a phone."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
@@ -155,7 +163,7 @@ def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curves(axes: Any, lines: Lines) -> None:
-    """Quantities whose zero means something; a lone point is marked, or it would not show."""
+    """Draw quantities whose zero means something; mark a lone point, or it would not show."""
     for label, line in lines.items():
         axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
@@ -167,12 +175,12 @@ def _points(axes: Any, lines: Lines) -> None:
 
 
 def num_smoothed(num_steps: int) -> int:
-    """Over how many steps a training reward is averaged when it is drawn."""
+    """Return over how many steps a training reward is averaged when it is drawn."""
     return max(1, num_steps // 10)
 
 
 def _smoothed(axes: Any, lines: Lines) -> None:
-    """Long enough curves: every step faintly, and the mean of the latest tenth of the steps."""
+    """Draw every step faintly, and the mean of the latest tenth of the steps, if long enough."""
     for i, (label, line) in enumerate(lines.items()):
         steps, values = _arrays({k: v for k, v in line.items() if math.isfinite(v)})
         colour = "#222222" if label == "weighted" else _COLOURS[i % len(_COLOURS)]
@@ -185,7 +193,7 @@ def _smoothed(axes: Any, lines: Lines) -> None:
 
 
 def _band(axes: Any, lines: Lines) -> None:
-    """Mean and spread of the ratio, as departures from 1."""
+    """Draw mean and standard deviation of the ratio, as departures from 1."""
     steps, std = _arrays(lines.get("std", {}))
     mean = np.array([lines.get("mean", {}).get(step, 1.0) for step in steps]) - 1
     if len(steps) > 1:
@@ -208,7 +216,7 @@ def _stack(axes: Any, lines: Lines) -> None:
 
 
 def drawn(draw: Callable[[Any], None], size: tuple[int, int]) -> str:
-    """What `draw` puts on its axes, as an SVG data address of so many units."""
+    """Return what `draw` puts on its axes, as an SVG data URL of this size."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -221,5 +229,5 @@ def drawn(draw: Callable[[Any], None], size: tuple[int, int]) -> str:
 
 
 def data_address(kind: str, content: bytes) -> str:
-    """A picture as the `src` of an <img>, so that the page needs no other file."""
+    """Return an image as the `src` of an <img>, so that the page needs no other file."""
     return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -1,6 +1,6 @@
-"""The numbers of a comparison: learning curves of methods over seeds, set against what they cost.
+"""Compute the numbers of a comparison: learning curves of methods over seeds, and their costs.
 
-A *method* is a run file, a *run* one seed of it. Higher values are better. Nothing here reads a
+A *method* is a run file, a *run* one seed of it. Higher values are better. This module reads no
 file.
 """
 
@@ -17,40 +17,40 @@ AXES: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds", "tra
 
 @dataclass(frozen=True)
 class Point:
-    """One held-out evaluation, and what training had cost by then."""
+    """Holds one held-out evaluation, and what training had cost by then."""
 
     step: int
     value: float
     diversity: float
-    """NaN where it was not measured."""
+    """Diversity of the samples; NaN if it was not measured."""
     costs: Mapping[str, float]
-    """By axis; `decodes` besides."""
+    """Cost by axis, and `decodes`."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The evaluations of one run in the order of steps."""
+    """Holds the evaluations of one run in the order of steps."""
 
     seed: int
     points: tuple[Point, ...]
 
     @property
     def last(self) -> Point:
-        """The evaluation after training."""
+        """Return the evaluation after training."""
         return self.points[-1]
 
 
 @dataclass(frozen=True)
 class Method:
-    """The runs of one run file."""
+    """Groups the runs of one run file."""
 
     name: str
     runs: tuple[Curve, ...]
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Values over seeds; the standard deviation is the sample's (n - 1), NaN for one seed."""
+class SeedStatistics:
+    """Holds values over seeds, their mean and their sample std (n - 1), NaN for one seed."""
 
     mean: float
     std: float
@@ -59,7 +59,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Band:
-    """A mean curve with the lowest and the highest seed beside it."""
+    """Holds a mean curve with the lowest and the highest seed beside it."""
 
     cost: tuple[float, ...]
     mean: tuple[float, ...]
@@ -69,39 +69,40 @@ class Band:
 
 @dataclass(frozen=True)
 class Reach:
-    """What a mean curve had cost when it first met a target; NaN if it never did."""
+    """Holds the cost at which a mean curve first met a target; NaN if it never did."""
 
     cost: float
     share: float
-    """Of the baseline's own cost; NaN where one of them is missing or the baseline's is 0."""
+    """Cost as a share of the baseline's own; NaN where one of them is missing or the baseline's is
+    0."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """Everything that is told about a method."""
+    """Holds everything that is reported about a method."""
 
     method: Method
-    final: Spread
-    diversity: Spread
+    final: SeedStatistics
+    diversity: SeedStatistics
     costs: dict[Axis, float]
-    """Of a whole run, the mean over seeds."""
-    at_budget: dict[Axis, Spread]
+    """Costs of a whole run, the mean over seeds."""
+    at_budget: dict[Axis, SeedStatistics]
     reach: dict[Axis, Reach]
     bands: dict[Axis, Band]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Methods side by side; the first is the baseline."""
+    """Holds methods side by side; the first is the baseline."""
 
     metric: str
     budgets: dict[Axis, float]
-    """The largest cost that every run of every method reached."""
+    """Largest cost that every run of every method reached, by axis."""
     rows: tuple[Row, ...]
 
 
 def compare(metric: str, methods: Sequence[Method]) -> Comparison:
-    """All tables and curves of a comparison, from its evaluations."""
+    """Compute all tables and curves of a comparison from its evaluations."""
     budgets: dict[Axis, float] = {axis: common_budget(methods, axis) for axis in AXES}
     bands: list[dict[Axis, Band]] = [
         {axis: band(method, axis) for axis in AXES} for method in methods
@@ -110,8 +111,8 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
     rows = [
         Row(
             method=method,
-            final=spread([run.last.value for run in method.runs]),
-            diversity=spread([run.last.diversity for run in method.runs]),
+            final=seed_statistics([run.last.value for run in method.runs]),
+            diversity=seed_statistics([run.last.diversity for run in method.runs]),
             costs={axis: mine[axis].cost[-1] for axis in AXES},
             at_budget={axis: at_budget(method, axis, budgets[axis]) for axis in AXES},
             reach={axis: reach(mine[axis], bands[0][axis], target) for axis in AXES},
@@ -122,33 +123,33 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
     return Comparison(metric, budgets, tuple(rows))
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Mean and sample standard deviation of what was measured."""
+def seed_statistics(values: Sequence[float]) -> SeedStatistics:
+    """Return mean and sample standard deviation of the values that are finite."""
     known = [value for value in values if math.isfinite(value)]
     mean = float(np.mean(known)) if known else math.nan
     std = float(np.std(known, ddof=1)) if len(known) > 1 else math.nan
-    return Spread(mean, std, tuple(values))
+    return SeedStatistics(mean, std, tuple(values))
 
 
 def value_at(run: Curve, axis: Axis, budget: float) -> float:
-    """The value at a cost, linear between evaluations; NaN outside of what the run has spent."""
+    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent."""
     costs = [point.costs[axis] for point in run.points]
     values = [point.value for point in run.points]
     return float(np.interp(budget, costs, values, left=math.nan, right=math.nan))
 
 
 def common_budget(methods: Sequence[Method], axis: Axis) -> float:
-    """The largest cost that every run of every method reached."""
+    """Return the largest cost that every run of every method reached."""
     return min(run.last.costs[axis] for method in methods for run in method.runs)
 
 
-def at_budget(method: Method, axis: Axis, budget: float) -> Spread:
-    """Each run's value at a cost, over seeds."""
-    return spread([value_at(run, axis, budget) for run in method.runs])
+def at_budget(method: Method, axis: Axis, budget: float) -> SeedStatistics:
+    """Return statistics over seeds of each run's value at a cost."""
+    return seed_statistics([value_at(run, axis, budget) for run in method.runs])
 
 
 def band(method: Method, axis: Axis) -> Band:
-    """Mean value against mean cost at every step that all seeds evaluated.
+    """Return mean value against mean cost at every step that all seeds evaluated.
 
     Averaging at steps, not at costs, lets the curve end at the mean of the runs' final values
     although their seconds differ.
@@ -164,15 +165,15 @@ def band(method: Method, axis: Axis) -> Band:
 
 
 def reach(mine: Band, baseline: Band, target: float) -> Reach:
-    """Where a mean curve first meets the target, also as a share of the baseline's own cost."""
+    """Return where a mean curve first meets the target, also as a share of the baseline's cost."""
     cost, own = first_reach(mine, target), first_reach(baseline, target)
     return Reach(cost, cost / own if own > 0 else math.nan)
 
 
 def first_reach(curve: Band, target: float) -> float:
-    """The cost at which a mean curve is first at the target or above, linear between evaluations.
+    """Return the cost at which a mean curve first meets the target, linear between evaluations.
 
-    NaN if it never is.
+    It is NaN if the curve never does.
     """
     previous: tuple[float, float] | None = None
     for cost, value in zip(curve.cost, curve.mean, strict=True):
@@ -187,13 +188,13 @@ def first_reach(curve: Band, target: float) -> float:
 
 
 def leads(comparison: Comparison, axis: Axis) -> list[bool]:
-    """Which methods have the highest mean at the common budget; several on a tie."""
+    """Return which methods have the highest mean at the common budget; several on a tie."""
     means = [row.at_budget[axis].mean for row in comparison.rows]
     return [mean >= max(means) - 1e-12 for mean in means]
 
 
 def methods_of(content: Mapping[str, Any]) -> list[Method]:
-    """The methods of a `compare.json`, to draw or tabulate them anew."""
+    """Restore the methods of a `compare.json`, to draw or tabulate them anew."""
 
     def number(value: float | None) -> float:
         return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""`compare.html`, `compare.png` and `compare.json`: a comparison to read, to show and to reuse."""
+"""Write a comparison to read, to show and to reuse: `compare.html`, `.png` and `.json`."""
 
 import io
 import json
@@ -12,28 +12,39 @@ import jinja2
 from PIL import Image
 
 from flowalign.reports.charts import data_address, style
-from flowalign.reports.comparison import AXES, Axis, Band, Comparison, Row, Spread, leads
-from flowalign.utils.files import aside, write_text
+from flowalign.reports.comparison import AXES, Axis, Band, Comparison, Row, SeedStatistics, leads
+from flowalign.utils.files import atomic_write, write_text
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
-COLOURS = ("#1c1c1c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#882255",
-           "#808080")  # fmt: skip
-"""Okabe and Ito's, told apart without red or green, the yellow darkened; the baseline is black."""
+COLOURS = (
+    "#1c1c1c",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#b8860b",
+    "#882255",
+    "#808080",
+)
+"""Colours of Okabe and Ito, told apart without red or green, the yellow darkened; the baseline is
+black."""
 DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
-"""Lengths in line widths."""
+"""Lengths of dashes and gaps, in line widths."""
 _CREDIT_WIDTH = 900
-"""Credit pictures are reduced to so many pixels."""
+"""Width in pixels to which credit charts are reduced."""
 _CUT = 3.0
-"""Horizontal axes end at so many times the common budget; what is beyond has no partner."""
+"""Multiple of the common budget at which horizontal axes end; beyond, there is nothing to
+compare."""
 
 
 def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] = ()) -> None:
-    """Write the three files, each all at once; `missing` names runs that failed."""
+    """Write the three files, each atomically; `missing` names runs that failed."""
     out.mkdir(parents=True, exist_ok=True)
     content = {"missing": list(missing)} | asdict(comparison)
     write_text(out / "compare.json", json.dumps(_finite(content), indent=1, allow_nan=False) + "\n")
     drawn = picture(comparison)
-    with aside(out / "compare.png") as partial:
+    with atomic_write(out / "compare.png") as partial:
         partial.write_bytes(drawn)
     earned = credit_pictures(out, comparison)
     write_text(out / "compare.html", page(out.resolve().name, comparison, missing, earned))
@@ -45,7 +56,7 @@ def page(
     missing: Sequence[str] = (),
     earned: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """The self-contained page; `earned` are methods and addresses of their credit pictures."""
+    """Render the self-contained page; `earned` are methods and data URLs of their credit charts."""
     template = (Path(__file__).parent / "templates" / "comparison.html.j2").read_text(
         encoding="utf-8"
     )
@@ -56,29 +67,38 @@ def page(
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
     return environment.from_string(template).render(
-        name=name, comparison=comparison, rows=comparison.rows, axes=AXES,
-        compared=compared, won=won,
-        baseline=comparison.rows[0].method.name, baseline_final=comparison.rows[0].final.mean,
-        verdict=verdict(comparison), caution=caution(comparison), missing=missing,
+        name=name,
+        comparison=comparison,
+        rows=comparison.rows,
+        axes=AXES,
+        compared=compared,
+        won=won,
+        baseline=comparison.rows[0].method.name,
+        baseline_final=comparison.rows[0].final.mean,
+        verdict=verdict(comparison),
+        caution=caution(comparison),
+        missing=missing,
         cut=[words(axis) for axis in drawn if _is_cut(comparison, axis)],
         charts=[(axis, chart(comparison, axis)) for axis in drawn],
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
-        reached=reached, each_seed=each_seed, earned=earned,
+        reached=reached,
+        each_seed=each_seed,
+        earned=earned,
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
-    )  # fmt: skip
+    )
 
 
 def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
-    """The costs that every run had; training on stored pairs asks no reward, for example.
+    """Return the axes along which every run had costs; stored pairs ask no reward, for example.
 
-    All of them where no run has gone beyond its first evaluation.
+    All axes are returned where no run has gone beyond its first evaluation.
     """
     return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
 
 
 def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
-    """What steps earned at the end of each method's first run, where its method credits steps."""
+    """Return the last credit chart of each method's first run, where the method credits steps."""
     found = []
     for row in comparison.rows:
         run = min(run.seed for run in row.method.runs)
@@ -94,7 +114,7 @@ def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def verdict(comparison: Comparison) -> str:
-    """Who ended highest, and who leads where all have spent as much."""
+    """State which method ended highest, and which leads where all have spent as much."""
     rows, axis = comparison.rows, spent_by_all(comparison, AXES)[0]
     highest = max(row.final.mean for row in rows)
     best = [row for row in rows if row.final.mean == highest]
@@ -110,12 +130,12 @@ def verdict(comparison: Comparison) -> str:
 
 
 def _names(rows: Sequence[Row], verb: str) -> str:
-    """Who does it, in a sentence."""
+    """Join the names of methods and a verb, for a sentence."""
     return " and ".join(row.method.name for row in rows) + f" {verb}{'s' * (len(rows) == 1)}"
 
 
 def caution(comparison: Comparison) -> str:
-    """What too few seeds do not support, in a sentence; empty if all have several."""
+    """State what too few seeds do not support; empty if all methods have several."""
     single = [row.method.name for row in comparison.rows if len(row.method.runs) == 1]
     if not single:
         return ""
@@ -125,7 +145,7 @@ def caution(comparison: Comparison) -> str:
 
 
 def chart(comparison: Comparison, axis: Axis) -> str:
-    """The learning curves along one axis, as an SVG data address without a legend."""
+    """Draw the learning curves along one axis, as an SVG data URL without a legend."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -138,7 +158,7 @@ def chart(comparison: Comparison, axis: Axis) -> str:
 
 
 def picture(comparison: Comparison) -> bytes:
-    """All learning curves in one PNG, the legend below."""
+    """Draw all learning curves in one PNG, the legend below."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -151,16 +171,21 @@ def picture(comparison: Comparison) -> bytes:
             axes.set_title(f"equal {words(axis)}", fontsize=12)
         handles, labels = figure.axes[0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=min(len(labels), 5),
-            frameon=False, handlelength=3.5, fontsize=12,
-        )  # fmt: skip
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(len(labels), 5),
+            frameon=False,
+            handlelength=3.5,
+            fontsize=12,
+        )
         drawn = io.BytesIO()
         figure.savefig(drawn, format="png")
     return drawn.getvalue()
 
 
 def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
-    """Mean lines, bands from the lowest to the highest seed, and the budget that all reached."""
+    """Draw mean lines, bands from lowest to highest seed, and the budget that all reached."""
     from matplotlib.ticker import MaxNLocator
 
     for i, row in enumerate(comparison.rows):
@@ -180,18 +205,24 @@ def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
     if banded:
         axes.fill_between(band.cost, band.low, band.high, color=colour, alpha=0.10, linewidth=0)
     axes.plot(
-        band.cost, band.mean, label=label, color=colour, linestyle=(0, dashes) if dashes else "-",
-        linewidth=2.2 if i == 0 else 1.7, marker="o" if len(band.cost) < 3 else None, markersize=4,
-    )  # fmt: skip
+        band.cost,
+        band.mean,
+        label=label,
+        color=colour,
+        linestyle=(0, dashes) if dashes else "-",
+        linewidth=2.2 if i == 0 else 1.7,
+        marker="o" if len(band.cost) < 3 else None,
+        markersize=4,
+    )
 
 
 def look(i: int) -> tuple[str, tuple[float, ...]]:
-    """Colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
+    """Return colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
     return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
 
 
 def swatch(i: int) -> dict[str, str]:
-    """The line of the i-th method as attributes of an SVG line 2.5 units wide."""
+    """Return the line of the i-th method as attributes of an SVG line 2.5 units wide."""
     colour, dashes = look(i)
     return {"stroke": colour, "dashes": " ".join(f"{2.5 * length:g}" for length in dashes)}
 
@@ -201,7 +232,7 @@ def _is_cut(comparison: Comparison, axis: Axis) -> bool:
 
 
 def reached(row: Row, axis: Axis) -> str:
-    """The cost at which a method met the baseline's final mean, and its share of the baseline's."""
+    """Format the cost at which a method met the baseline's final mean, with its relative cost."""
     met = row.reach[axis]
     if not math.isfinite(met.cost):
         return "not reached"
@@ -209,28 +240,28 @@ def reached(row: Row, axis: Axis) -> str:
 
 
 def each_seed(row: Row, seeds: Sequence[int]) -> list[str]:
-    """The final value of every seed; a dash for a run that is missing."""
+    """Format the final value of every seed; a dash for a run that is missing."""
     found = {run.seed: run.last.value for run in row.method.runs}
     return [score(found.get(seed, math.nan)) for seed in seeds]
 
 
 def words(name: str) -> str:
-    """A name for people."""
+    """Format a name for people, without underscores."""
     return name.replace("_", " ")
 
 
 def score(value: float) -> str:
-    """Three decimals; a dash for what was not measured."""
+    """Format three decimals; a dash for what was not measured."""
     return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
-def with_std(values: Spread) -> str:
-    """Mean and standard deviation, or the mean alone for one seed."""
+def with_std(values: SeedStatistics) -> str:
+    """Format mean and standard deviation, or the mean alone for one seed."""
     return score(values.mean) + (f" ± {score(values.std)}" if math.isfinite(values.std) else "")
 
 
 def count(value: float) -> str:
-    """A cost: whole numbers, a decimal for a few seconds."""
+    """Format a cost as a whole number, or with one decimal for a few seconds."""
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"
 
 
@@ -242,7 +273,7 @@ def _short(value: float) -> str:
 
 
 def _finite(content: Any) -> Any:
-    """JSON knows no NaN."""
+    """Replace numbers that are not finite by None, as JSON has no NaN."""
     if isinstance(content, dict):
         return {name: _finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):

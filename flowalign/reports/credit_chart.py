@@ -1,4 +1,4 @@
-"""The picture of what denoising steps have earned, drawn from its record.
+"""Draw the credit of denoising steps from its record.
 
 All lengths are inches, y grows downwards.
 """
@@ -14,9 +14,9 @@ import numpy as np
 from flowalign.reports.canvas import INK, MARGIN, SOFT, Scale, Sheet
 
 MOST_ROWS = 48
-"""Samples that are drawn."""
+"""Largest number of samples that are drawn."""
 Pictures = Mapping[int, Sequence[np.ndarray]]
-"""By state, H x W x 3 for each of the first samples."""
+"""Images by state, H x W x 3 for each of the first samples."""
 _LEFT, _GAP = 0.95, 0.1
 _NARROW, _BAR, _ROW = 0.22, 1.15, 0.27
 _MOST_STATES = 10
@@ -24,50 +24,52 @@ _MOST_STATES = 10
 
 @dataclass(frozen=True)
 class CreditRecord:
-    """What the steps of the samples of one prompt have earned; None where there is no number."""
+    """Holds what the steps of one prompt's samples earned; None where there is no number."""
 
     step: int
-    """The training step."""
+    """Index of the training step."""
     prompt: str
     method: str
     rule: str
-    """What a step earns, in a sentence."""
+    """How the method credits a step, in a sentence."""
     weights: dict[str, float]
-    """Reward dimensions that count."""
+    """Weights of the reward dimensions that count."""
     sigmas: list[float]
     states: list[int]
     """Indices of the valued states; the last is the finished sample."""
     values: list[list[float | None]]
-    """Sample by valued state: the weighted reward of what the ODE makes of it."""
+    """Weighted reward of the completion of each state: samples by valued states."""
     credit: list[list[float | None]]
-    """Sample by denoising step, weighted over reward dimensions; None where not credited."""
+    """Credit, weighted over reward dimensions: samples by denoising steps; None where not
+    credited."""
     advantage: list[list[float | None]]
-    """Sample by denoising step; None where not trained."""
+    """Advantages: samples by denoising steps; None where not trained."""
     marked: list[list[bool]] | None
-    """Sample by denoising step: singled out by the method, such as turning points."""
-    origin: list[list[int]] | None
-    """Where samples branch, which sample computed state k of each."""
+    """Steps that the method singles out, such as turning points: samples by denoising steps."""
+    source_row: list[list[int]] | None
+    """Index of the sample that computed state k of each sample, for rollouts that branch; else
+    None."""
 
     @property
     def trained(self) -> list[int]:
-        """The denoising steps in which some sample is trained or credited."""
+        """Return the denoising steps in which some sample is trained or credited."""
         rows = [*self.advantage, *self.credit]
         steps = range(len(self.sigmas) - 1)
         return [k for k in steps if any(row[k] is not None for row in rows)]
 
 
 def draw(record: CreditRecord, pictures: Pictures, png: Path) -> None:
-    """Write the picture; states without pictures are left blank."""
+    """Write the chart; states without images are left blank."""
     from matplotlib import rc_context
 
     with rc_context({"font.size": 9, "text.color": INK, "font.family": "DejaVu Sans"}):
         sheet = Sheet()
         _draw_heading(sheet, record)
-        if record.origin is None:
+        if record.source_row is None:
             _draw_paths(sheet, record, pictures)
             _draw_advantages(sheet, record)
         else:
-            _draw_branches(sheet, record, record.origin, pictures)
+            _draw_branches(sheet, record, record.source_row, pictures)
         sheet.save(png)
 
 
@@ -85,7 +87,7 @@ def _draw_heading(sheet: Sheet, record: CreditRecord) -> None:
 
 
 def _draw_paths(sheet: Sheet, record: CreditRecord, pictures: Pictures) -> None:
-    """Some samples, each in a row: states with their pictures, and between them the steps."""
+    """Draw some samples, a row each: states with their images, and between them the steps."""
     scale, side = Scale(record.credit), _side(record)
     sheet.line("Along the way", 0.26, fontsize=11, fontweight="bold")
     what = "Pictures: what the sampler would make of a state without more noise, and its reward."
@@ -117,7 +119,7 @@ def _draw_paths(sheet: Sheet, record: CreditRecord, pictures: Pictures) -> None:
 
 
 def _columns(record: CreditRecord) -> list[tuple[float, int, bool]]:
-    """Left edge, index, and whether it is a state: in order of time, state k before step k."""
+    """Return left edge, index and whether it is a state, in time order; states before steps."""
     chosen = np.linspace(0, len(record.states) - 1, min(_MOST_STATES, len(record.states)))
     states = [(record.states[round(i)], True) for i in chosen]
     steps = [(k, False) for k in record.trained]
@@ -128,12 +130,12 @@ def _columns(record: CreditRecord) -> list[tuple[float, int, bool]]:
 
 
 def _side(record: CreditRecord) -> float:
-    """Of a picture on the way."""
+    """Return the side in inches of an intermediate state's image."""
     return 0.95 if len(record.states) <= 6 else 0.75
 
 
 def _cell(record: CreditRecord) -> float:
-    """Width of a step; many are narrow and have no numbers."""
+    """Return the width in inches of a step; many are narrow and have no numbers."""
     many = len(record.trained)
     return 0.8 if many <= 6 else 0.62 if many <= 16 else _NARROW
 
@@ -168,7 +170,7 @@ def _draw_step(
 
 
 def _draw_advantages(sheet: Sheet, record: CreditRecord) -> None:
-    """All samples by trained step."""
+    """Draw the advantages of all samples by trained step."""
     scale, width = Scale(record.advantage), _cell(record)
     rows = range(min(len(record.advantage), MOST_ROWS))
     title = f"Advantage: credit compared within the prompt, {_how_many(record)}"
@@ -196,9 +198,9 @@ def _draw_advantages(sheet: Sheet, record: CreditRecord) -> None:
 
 
 def _draw_branches(
-    sheet: Sheet, record: CreditRecord, origin: list[list[int]], pictures: Pictures
+    sheet: Sheet, record: CreditRecord, source_row: list[list[int]], pictures: Pictures
 ) -> None:
-    """All samples in rows that are one as long as the samples are; the outcomes at the right."""
+    """Draw all samples as rows that are joined where states are shared; outcomes at the right."""
     scale, rows = Scale(record.advantage), range(min(len(record.advantage), MOST_ROWS))
     height = 0.62 if len(rows) <= 24 else 0.42
     title = f"From the shared start to the pictures: {_how_many(record)}"
@@ -206,18 +208,18 @@ def _draw_branches(
     what = "A row is a sample. Where a bar spans several rows, these samples are still one."
     sheet.line(what, color=SOFT)
     sheet.line("Bars that part from one bar are alternatives: compare their pictures.", color=SOFT)
-    if len({row[0] for row in origin}) > 1:
+    if len({row[0] for row in source_row}) > 1:
         sheet.line("A line lies between samples of different initial noise.", color=SOFT)
     scale.draw(sheet, "Advantage")
     for i, k in enumerate(record.trained):
-        _draw_bars(sheet, record, origin, scale, (i, k), height)
+        _draw_bars(sheet, record, source_row, scale, (i, k), height)
     right = MARGIN + _LEFT + len(record.trained) * _BAR + 0.12
     sheet.text(right, sheet.y + 0.1, "picture and reward", ha="left", fontweight="bold")
     sheet.box(right, sheet.y, 1.3, 0.0, edgecolor="none")
     sheet.y += 0.42
     images = pictures.get(len(record.sigmas) - 1, ())
     for b in rows:
-        if b and origin[b][0] != origin[b - 1][0]:
+        if b and source_row[b][0] != source_row[b - 1][0]:
             sheet.box(MARGIN, sheet.y, right + 1.3 - MARGIN, 0.0, edgecolor=INK, linewidth=1.2)
         sheet.text(MARGIN, sheet.y + height / 2, f"sample {b}", ha="left")
         image = images[b] if b < len(images) else None
@@ -230,17 +232,17 @@ def _draw_branches(
 def _draw_bars(
     sheet: Sheet,
     record: CreditRecord,
-    origin: list[list[int]],
+    source_row: list[list[int]],
     scale: Scale,
     column: tuple[int, int],
     height: float,
 ) -> None:
-    """One step: a bar for each state that it reached, over the rows that share it."""
+    """Draw one step: a bar for each state that it reached, over the rows that share it."""
     i, k = column
-    x, rows = MARGIN + _LEFT + i * _BAR, range(min(len(origin), MOST_ROWS))
+    x, rows = MARGIN + _LEFT + i * _BAR, range(min(len(source_row), MOST_ROWS))
     sheet.text(x + _BAR / 2, sheet.y + 0.1, f"step {k}", fontweight="bold")
     sheet.text(x + _BAR / 2, sheet.y + 0.27, f"noise {record.sigmas[k]:.0%}", color=SOFT)
-    for _, members in groupby(rows, key=lambda b: origin[b][k + 1]):
+    for _, members in groupby(rows, key=lambda b: source_row[b][k + 1]):
         block = list(members)
         number = next((n for b in block if (n := record.advantage[b][k]) is not None), None)
         y, tall = sheet.y + 0.42 + block[0] * height, len(block) * height

@@ -1,7 +1,6 @@
-"""`report.html`: one self-contained page about a run, made from the files in its directory.
+"""Write `report.html`: one self-contained page about a run, made from the files in its directory.
 
-Whatever is missing (no evaluation, no pictures, a run that is still going) leaves its part of the
-page out.
+Parts without data are left out: no evaluation, no images, a run that is still going.
 """
 
 import contextlib
@@ -26,7 +25,7 @@ from flowalign.utils.files import write_text
 from flowalign.utils.tracking import read_metrics
 
 _WIDEST, _HEAVIEST = 1600, 500_000
-"""Pixels across, to which a picture with text is reduced, and bytes at which it becomes JPEG."""
+"""Width in pixels to which an image with text is reduced, and bytes at which it becomes JPEG."""
 _HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
 _CHECKS = {
     "loss_at_start": ("loss before any update", "that of equal networks"),
@@ -39,7 +38,7 @@ _CHECKS = {
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity before and after training; NaN where it was not measured."""
+    """Holds one quantity before and after training; NaN where it was not measured."""
 
     name: str
     before: float
@@ -47,17 +46,17 @@ class Change:
 
     @property
     def complete(self) -> bool:
-        """Both ends were measured."""
+        """Return whether both ends were measured."""
         return math.isfinite(self.before) and math.isfinite(self.after)
 
     @property
     def difference(self) -> str:
-        """After minus before, with its sign."""
+        """Return after minus before, with its sign; a dash if one is missing."""
         return f"{self.after - self.before:+.3f}" if self.complete else "-"
 
 
 def write_report(folder: Path) -> Path:
-    """Write `report.html` into a run directory, all at once, and return its path."""
+    """Write `report.html` into a run directory atomically, and return its path."""
     series = collect(read_metrics(folder))
     summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
@@ -87,7 +86,7 @@ def write_report(folder: Path) -> Path:
 
 
 def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
-    """Every metric over steps; those that never had a finite value are left out."""
+    """Return every metric over steps; those that never had a finite value are left out."""
     series: Lines = {}
     for row in rows:
         for name, value in row.items():
@@ -97,7 +96,7 @@ def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
 
 
 def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
-    """Held-out values before and after, from the summary or else the first and last evaluation."""
+    """Return held-out values before and after, from the summary or the evaluations at both ends."""
     first, last = {}, {}
     for name, line in series.items():
         finite = [step for step in sorted(line) if math.isfinite(line[step])]
@@ -112,14 +111,14 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
 
 
 def headline(changes: Sequence[Change]) -> Change | None:
-    """The one held-out quantity that the page leads with."""
+    """Return the one held-out quantity that the page leads with."""
     complete = {change.name: change for change in changes if change.complete}
     names = [name for name in _HEADLINES if name in complete] + list(complete)
     return complete[names[0]] if names else None
 
 
 def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines) -> str:
-    """What training has changed, in a sentence."""
+    """State in a sentence what training has changed."""
     training = [v for _, v in sorted(series.get("reward_mean", {}).items()) if math.isfinite(v)]
     trained = [max(line) for name, line in series.items() if not name.startswith("eval/")]
     num_steps = summary.get("steps") or 1 + max(trained, default=-1)
@@ -141,7 +140,7 @@ def verdict(changes: Sequence[Change], summary: Mapping[str, Any], series: Lines
 
 
 def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures at the top: label and value."""
+    """Return the figures at the top, as labels and values."""
     top = headline(changes)
     shown = []
     if top:
@@ -162,7 +161,7 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
 
 
 def credit(folder: Path) -> dict[str, Any]:
-    """The pictures of what denoising steps have earned, of the first and the last step with one."""
+    """Return the credit charts of the first and the last step that has one."""
     records = {
         png: read_json(png.with_suffix(".json")) for png in sorted(folder.glob("step-*.png"))
     }
@@ -175,7 +174,7 @@ def credit(folder: Path) -> dict[str, Any]:
 
 
 def _page(picture: Image.Image) -> tuple[str, int]:
-    """A picture with text as an address, and the width in pixels at which the text is legible."""
+    """Return an image with text as a data URL, and the width in pixels at which it is legible."""
     width = round(picture.width / 1.5)
     picture.thumbnail((_WIDEST, 3 * _WIDEST))
     content = io.BytesIO()
@@ -188,7 +187,7 @@ def _page(picture: Image.Image) -> tuple[str, int]:
 
 
 def calibration(file: Path) -> str:
-    """The picture of the noise levels as an address; empty where none were calibrated."""
+    """Return the chart of the noise levels as a data URL; empty if none were calibrated."""
     try:
         return draw_calibration(read_calibration(file))
     except ValueError:
@@ -196,7 +195,7 @@ def calibration(file: Path) -> str:
 
 
 def checks(series: Lines) -> list[dict[str, str]]:
-    """What the checks measured last, one row each; denoising steps in numerical order."""
+    """Return what the checks measured last, a row each; denoising steps in numerical order."""
     rows = []
     for name in sorted(series, key=_natural):
         if not name.startswith("check/"):

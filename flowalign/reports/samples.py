@@ -1,4 +1,4 @@
-"""The samples of a report: before and after, prompt by prompt."""
+"""Prepare the samples of a report: before and after training, prompt by prompt."""
 
 import io
 import json
@@ -8,19 +8,22 @@ from typing import Any
 
 from PIL import Image
 
-from flowalign.media.grids import PADDING
+from flowalign.media.image_grid import PADDING
 from flowalign.reports.charts import data_address
 
 _SMALL, _LARGEST = 128, 320
-"""Sides in pixels: up to the first a picture is kept as it is, above the second it is reduced."""
+"""Limits of an image's longer side in pixels: up to the first it is kept as it is, above the second
+it is reduced."""
 _LOW, _WIDEST = 64, 1200
-"""The same of a film strip: pixels of its height, and of its width."""
+"""Limits of a film strip in pixels: up to the first height it is kept as it is, above the second
+width it is reduced."""
 
 
 def samples(folder: Path) -> dict[str, Any]:
-    """What the first and the last step that has a grid made of each prompt.
+    """Return what the first and the last step with a grid made of each prompt.
 
-    A card is a prompt, a picture for each step, and of clips, which move, a film strip for each.
+    A card holds a prompt and an image per step; for clips, a looping clip and a film strip per
+    step.
     """
     index = read_json(folder / "index.json")
     prompts, num_columns, fps = index.get("prompts", []), index.get("columns", 1), index.get("fps")
@@ -43,13 +46,13 @@ def samples(folder: Path) -> dict[str, Any]:
 
 
 def _moving(folder: Path, step: int, number: int) -> str:
-    """A clip as an address, as it was written for pages; empty where it is missing."""
+    """Return a clip as a data URL, as it was written for pages; empty if it is missing."""
     file = folder / f"step-{step:06}" / f"{number:03}.webp"
     return data_address("webp", file.read_bytes()) if file.is_file() else ""
 
 
 def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:
-    """The first of these grids that is there and was not cut short by an interruption."""
+    """Return the first of these grids that exists and was not cut short by an interruption."""
     for step in steps:
         try:
             with Image.open(folder / f"step-{step:06}.png") as grid:
@@ -60,7 +63,7 @@ def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] |
 
 
 def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Image.Image]:
-    """The pictures of a grid, row by row; PADDING pixels lie around each of them."""
+    """Cut a grid into its images, row by row; PADDING pixels lie around each of them."""
     num_columns = min(num_columns, num_pictures)
     num_rows = -(-num_pictures // num_columns)
     width = (grid.width - PADDING) // num_columns
@@ -73,7 +76,7 @@ def cut_grid(grid: Image.Image, num_pictures: int, num_columns: int) -> list[Ima
 
 
 def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
-    """Small pictures as they are; large ones reduced, or the page would be too heavy to open."""
+    """Return images as data URLs; reduce large ones, or the page would be too heavy to open."""
     addresses = []
     for picture in pictures:
         content = io.BytesIO()
@@ -88,7 +91,7 @@ def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty if it is missing or was cut short by an interruption."""
+    """Return the content of a JSON file; empty if it is missing or was cut short."""
     if not file.exists():
         return {}
     try:

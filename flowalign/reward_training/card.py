@@ -11,27 +11,47 @@ def card(config: Mapping[str, Any]) -> str:
     data = config["data"]
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
     lines = [
-        f"# {config['name']}", "",
+        f"# {config['name']}",
+        "",
         f"A trained reward model of {config['modality']} media that needs {needs}. "
-        f"Licence: {config['licence']}.", "",
-        "## Dimensions", "", *_dimensions(config), "",
-        "## Data", "", *(f"- {key}: {_shown(value)}" for key, value in data.items()), "",
+        f"Licence: {config['licence']}.",
+        "",
+        "## Dimensions",
+        "",
+        *_dimensions(config),
+        "",
+        "## Data",
+        "",
+        *(f"- {key}: {_shown(value)}" for key, value in data.items()),
+        "",
         "Records are divided by prompt: no prompt is in two parts. The held-out part decided when "
         "training stopped, the temperatures and the tie thresholds; the test part decided nothing.",
-        "", "## Agreement with people", "", *_agreement(config), "",
+        "",
+        "## Agreement with people",
+        "",
+        *_agreement(config),
+        "",
         "Accuracy: share of the pairs on which people decided that are ordered alike. With ties: "
         "three-way accuracy, leads up to the threshold of the held-out part being ties. ECE: "
-        "expected calibration error of sigmoid(a - b) in calibrated units.", "",
-        "## Parts", "",
+        "expected calibration error of sigmoid(a - b) in calibrated units.",
+        "",
+        "## Parts",
+        "",
         f"- backbone: `{json.dumps(config['backbone'])}`, "
         f"fingerprint {config['backbone_fingerprint']}",
         f"- head: `{json.dumps(config['head'])}`",
-        f"- best epoch: {config['best_epoch']}", "",
-        "## Use", "", "```yaml", "rewards:",
+        f"- best epoch: {config['best_epoch']}",
+        "",
+        "## Use",
+        "",
+        "```yaml",
+        "rewards:",
         "  - class_path: reward_models.trained.TrainedReward",
         "    init_args: {path: PATH_OF_THIS_FOLDER}",
-        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in config["dims"]) + "}", "```", "",
-    ]  # fmt: skip
+        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in config["dims"]) + "}",
+        "```",
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from flowalign.functional.rating import Features
 from flowalign.media.media import Media
 from flowalign.types import Backbone, MediaBatch
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 PER_FILE = 256
 
@@ -107,7 +107,7 @@ class Embeddings:
         table = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, 32)
         rows = {"key": table, "joint": features.joint, "prompt": features.prompt}
         try:
-            with aside(folder / f"{name}.safetensors") as partial:
+            with atomic_write(folder / f"{name}.safetensors") as partial:
                 save_file({k: v.contiguous() for k, v in rows.items()}, partial)
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error

@@ -71,11 +71,14 @@ def evaluate(
                 {"score": dim, "human": column, **_agreement(table, dim, column, settings)}
             )
     return {
-        "rows": len(table.record), "records": _distinct(table.record),
-        "prompts": _distinct(table.prompt), "fingerprints": list(table.fingerprints),
-        "settings": asdict(settings), "results": results,
+        "rows": len(table.record),
+        "records": _distinct(table.record),
+        "prompts": _distinct(table.prompt),
+        "fingerprints": list(table.fingerprints),
+        "settings": asdict(settings),
+        "results": results,
         "swaps": [{"score": dim, **asdict(_swaps(table, dim, settings))} for dim in dims],
-    }  # fmt: skip
+    }
 
 
 def _chosen(wanted: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
@@ -96,15 +99,18 @@ def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) 
     measures = _pair_measures(compared, settings) | _row_measures(table, dim, column, settings)
     curve = agreement.reliability(lead, share, settings.num_bins)
     return {
-        "pairs": len(lead), "human_ties": int((human == 0).sum()), "unscored": compared.unscored,
+        "pairs": len(lead),
+        "human_ties": int((human == 0).sum()),
+        "unscored": compared.unscored,
         "tie_threshold": agreement.best_tie_threshold(lead, human).threshold,
         "temperature": agreement.temperature(lead, share) if len(lead) else math.nan,
         "measures": {name: asdict(measures[name]) for name in MEASURES},
         "reliability": [
             {"confidence": float(c), "accuracy": float(a), "n": int(n)}
-            for c, a, n in zip(curve.confidence, curve.accuracy, curve.num, strict=True) if n
+            for c, a, n in zip(curve.confidence, curve.accuracy, curve.num, strict=True)
+            if n
         ],
-    }  # fmt: skip
+    }
 
 
 def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
@@ -125,8 +131,10 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
     }
     measures["accuracy_without_ties"] = _measured(
         lambda w: resampling.accuracy_without_ties(lead, human, w),
-        cluster, settings, int((human != 0).sum()),
-    )  # fmt: skip
+        cluster,
+        settings,
+        int((human != 0).sum()),
+    )
     # It depends on the order of the rows, which a resample has not.
     videoalign = agreement.videoalign_accuracy_with_ties(lead, human)
     return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}

@@ -24,7 +24,7 @@ from flowalign.reward_training.card import card
 from flowalign.reward_training.figures import calibrated, figures, tie_threshold, units
 from flowalign.reward_training.labels import PARTS
 from flowalign.reward_training.training import RewardTrainer
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 FORMAT = "flowalign trained reward 1"
 
@@ -51,10 +51,14 @@ def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
         for key, value in trainer.optimizer.state.get(parameter, {}).items():
             tensors[f"optimizer.{name}:{key}"] = value
     counters = {
-        "update": trainer.update, "epoch": trainer.epoch, "best_epoch": trainer.best_epoch,
-        "best_loss": trainer.best_loss, "skipped_in_a_row": trainer.skipped_in_a_row,
-        "data": data, "backbone": trainer.backbone.fingerprint,
-    }  # fmt: skip
+        "update": trainer.update,
+        "epoch": trainer.epoch,
+        "best_epoch": trainer.best_epoch,
+        "best_loss": trainer.best_loss,
+        "skipped_in_a_row": trainer.skipped_in_a_row,
+        "data": data,
+        "backbone": trainer.backbone.fingerprint,
+    }
     _write(path, tensors, {"counters": json.dumps(counters)})
 
 
@@ -107,18 +111,24 @@ def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]
     trainer.use_best()
     temperatures = _calibrate(trainer)
     config = {
-        "format": FORMAT, "name": about.name, "dims": list(trainer.dimensions),
-        "modality": about.modality, "licence": about.licence,
+        "format": FORMAT,
+        "name": about.name,
+        "dims": list(trainer.dimensions),
+        "modality": about.modality,
+        "licence": about.licence,
         "needs_prompt": trainer.backbone.reads_prompts,
-        "backbone": dict(about.backbone), "backbone_fingerprint": trainer.backbone.fingerprint,
-        "head": dict(about.head), "data": dict(about.data),
+        "backbone": dict(about.backbone),
+        "backbone_fingerprint": trainer.backbone.fingerprint,
+        "head": dict(about.head),
+        "data": dict(about.data),
         "labels": {n: d.labels for n, d in trainer.dimensions.items()},
         "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},
         "uncertain": [n for n, d in trainer.dimensions.items() if d.loss.needs_variance],
         "learned": {n: dict(d.loss.learned()) for n, d in trainer.dimensions.items()},
-        "temperatures": temperatures, "best_epoch": trainer.best_epoch,
+        "temperatures": temperatures,
+        "best_epoch": trainer.best_epoch,
         "figures": _figures(trainer),
-    }  # fmt: skip
+    }
     new = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -185,7 +195,7 @@ def _finite(value: Any) -> Any:
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     whole = {n: t.detach().cpu().contiguous() for n, t in tensors.items()}
     try:
-        with aside(path) as partial:
+        with atomic_write(path) as partial:
             save_file(whole, partial, metadata)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error

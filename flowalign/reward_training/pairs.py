@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowalign.functional.agreement import pairs_within
 
-Columns = Mapping[str, Sequence[Any]]
+BatchFields = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -80,12 +80,14 @@ def read_scores(path: Path) -> ScoredTable:
     prompts = [str(prompt or "") for prompt in columns["prompt"]]
     owners = [p if p else ("", r) for p, r in zip(prompts, columns["record"], strict=True)]
     return ScoredTable(
-        record=_numbered(columns["record"]), prompt=_numbered(owners),
-        paths=columns.get("path") or [None] * len(prompts), prompts=prompts,
+        record=_numbered(columns["record"]),
+        prompt=_numbered(owners),
+        paths=columns.get("path") or [None] * len(prompts),
+        prompts=prompts,
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
         humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in said},
         fingerprints=sorted({str(f) for f in columns.get("fingerprint", ()) if f}),
-    )  # fmt: skip
+    )
 
 
 def groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
@@ -106,9 +108,7 @@ def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
     if column.startswith("votes/"):
         total = human[i] + human[j]
         share = torch.where(total > 0, human[i] / total.clamp(min=1e-300), 0.5)
-    return Pairs(
-        score[i] - score[j], better.long(), share, table.prompt[i], int((~known).sum())
-    )  # fmt: skip
+    return Pairs(score[i] - score[j], better.long(), share, table.prompt[i], int((~known).sum()))
 
 
 def both_orders(
@@ -137,7 +137,7 @@ def both_orders(
     return lead[chosen[:, 0]], -lead[chosen[:, 1]], table.prompt[i[chosen[:, 0]]]
 
 
-def _read(path: Path) -> Columns:
+def _read(path: Path) -> BatchFields:
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet

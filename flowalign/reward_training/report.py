@@ -31,14 +31,18 @@ def page(name: str, content: Content, measures: Mapping[str, str]) -> str:
     sections = by_human_column(content)
     dims = list(dict.fromkeys(result["score"] for result in content["results"]))
     return environment.from_string(template).render(
-        name=name, content=content, measures=measures, verdict=verdict(sections),
+        name=name,
+        content=content,
+        measures=measures,
+        verdict=verdict(sections),
         sections=[
             (column, rows, accuracy_chart(rows), calibration_chart(rows, dims), i < _OPEN)
             for i, (column, rows) in enumerate(sections.items())
         ],
-        cautions=cautions(content), swaps=[swap for swap in content["swaps"] if swap["n"]],
+        cautions=cautions(content),
+        swaps=[swap for swap in content["swaps"] if swap["n"]],
         finite=math.isfinite,
-    )  # fmt: skip
+    )
 
 
 def by_human_column(content: Content) -> dict[str, list[Content]]:
@@ -92,9 +96,13 @@ def accuracy_chart(rows: Sequence[Content]) -> str:
         for height, row in enumerate(shown):
             found = row["measures"]["accuracy_without_ties"]
             axes.plot(
-                [100 * found["low"], 100 * found["high"]], [height, height], color="#0072b2",
-                linewidth=4, alpha=0.35, solid_capstyle="butt",
-            )  # fmt: skip
+                [100 * found["low"], 100 * found["high"]],
+                [height, height],
+                color="#0072b2",
+                linewidth=4,
+                alpha=0.35,
+                solid_capstyle="butt",
+            )
             axes.plot(100 * found["value"], height, "o", color="#0072b2", markersize=6)
         axes.axvline(50, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
         axes.set_yticks(range(len(shown)), [_short(row["score"]) for row in shown])
@@ -125,8 +133,12 @@ def calibration_chart(rows: Sequence[Content], dims: Sequence[str]) -> str:
         axes.set_xlim(0.48, 1.02)
         axes.set(xlabel="probability of the favourite", ylabel="share that it won")
         legend = axes.legend(
-            loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, handletextpad=0.2,
-        )  # fmt: skip
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=2,
+            frameon=False,
+            handletextpad=0.2,
+        )
         for handle in legend.legend_handles:
             handle.set_sizes([30])
 

@@ -95,9 +95,12 @@ def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str
 
 
 def train(
-    run: RewardRun, config: str, say: Callable[[str], None], resume: bool = False,
+    run: RewardRun,
+    config: str,
+    log: Callable[[str], None],
+    resume: bool = False,
     overwrite: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Train, calibrate and write `<output_dir>/model`; returns the content of its config.json.
 
     Raises:
@@ -114,11 +117,17 @@ def train(
     with drawing(run.seed, torch.device("cpu"), "adapters"):
         run.backbone.load()
     run.backbone.network.to(device)
-    features, preferences = embedded(run, preferences, say)
+    features, preferences = embedded(run, preferences, log)
     trainer = RewardTrainer(
-        run.backbone, run.head, run.dimensions, preferences, features, run.optimizer, run.schedule,
+        run.backbone,
+        run.head,
+        run.dimensions,
+        preferences,
+        features,
+        run.optimizer,
+        run.schedule,
         run.seed,
-    )  # fmt: skip
+    )
     if resume:
         restore_state(folder / STATE, trainer, identity)
     write_text(folder / "config.yaml", config)
@@ -127,7 +136,7 @@ def train(
         for metrics in trainer.epochs():
             tracker.log(trainer.epoch, metrics)
             save_state(folder / STATE, trainer, identity)
-            say(f"epoch {trainer.epoch}: held-out loss {metrics['held_out/loss']:.4f}")
+            log(f"epoch {trainer.epoch}: held-out loss {metrics['held_out/loss']:.4f}")
     finally:
         tracker.close()
     return finish(folder / MODEL, trainer, _about(run, config, preferences, identity))
@@ -150,14 +159,14 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
 
 
 def embedded(
-    run: RewardRun, preferences: Preferences, say: Callable[[str], None]
+    run: RewardRun, preferences: Preferences, log: Callable[[str], None]
 ) -> tuple[Features, Preferences]:
     """Features of all samples, and the preferences without media that could not be read."""
     cache = Path(run.embeddings) if run.embeddings else None
     embeddings = Embeddings(run.backbone, frames_for(run.backbone), cache)
     features, failed = embeddings(preferences.samples)
     total = len(preferences.samples)
-    say(f"{total} samples; {embeddings.num_computed} embedded now, {len(failed)} unreadable")
+    log(f"{total} samples; {embeddings.num_computed} embedded now, {len(failed)} unreadable")
     if len(failed) > run.max_failed_fraction * total:
         first = min(failed)
         raise ValueError(

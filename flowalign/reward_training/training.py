@@ -31,10 +31,16 @@ class RewardTrainer:
     """
 
     def __init__(
-        self, backbone: Backbone, head: Head, dimensions: Mapping[str, Dimension],
-        preferences: Preferences, features: Features, optimizer: Optimizer, schedule: Schedule,
+        self,
+        backbone: Backbone,
+        head: Head,
+        dimensions: Mapping[str, Dimension],
+        preferences: Preferences,
+        features: Features,
+        optimizer: Optimizer,
+        schedule: Schedule,
         seed: int = 0,
-    ):  # fmt: skip
+    ):
         self.backbone, self.dimensions, self.preferences = backbone, dimensions, preferences
         self.cfg, self.schedule, self.seed = optimizer, schedule, seed
         self.device = next(backbone.network.parameters()).device
@@ -45,8 +51,14 @@ class RewardTrainer:
         self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
         self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
         if schedule.ridge:
-            first_stage(schedule.ridge, self.rater, self.features, preferences, self.targets,
-                        [d.labels for d in dimensions.values()])  # fmt: skip
+            first_stage(
+                schedule.ridge,
+                self.rater,
+                self.features,
+                preferences,
+                self.targets,
+                [d.labels for d in dimensions.values()],
+            )
         self.rater.to(self.device)
         self.losses.to(self.device)
         self.optimizer = self._optimizer()
@@ -73,9 +85,11 @@ class RewardTrainer:
         """Parameters that training changes, by name."""
         modules = {"rater": self.rater, "losses": self.losses, "backbone": self.backbone.network}
         return {
-            f"{name}.{n}": p for name, module in modules.items()
-            for n, p in module.named_parameters() if p.requires_grad
-        }  # fmt: skip
+            f"{name}.{n}": p
+            for name, module in modules.items()
+            for n, p in module.named_parameters()
+            if p.requires_grad
+        }
 
     def use_best(self) -> None:
         """Put the weights of the best epoch in place."""
@@ -120,9 +134,12 @@ class RewardTrainer:
         groups = [{"params": weights}, {"params": own, "weight_decay": 0.0}]
         cfg = self.cfg
         return torch.optim.AdamW(
-            groups, lr=cfg.learning_rate, weight_decay=cfg.weight_decay, betas=cfg.betas,
+            groups,
+            lr=cfg.learning_rate,
+            weight_decay=cfg.weight_decay,
+            betas=cfg.betas,
             eps=cfg.eps,
-        )  # fmt: skip
+        )
 
     def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
         """One update on some records; skipped where the gradient is not finite."""

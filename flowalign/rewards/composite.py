@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.functional.combine import Multipliers
 from flowalign.types import Loadable, MediaBatch, Policy, RewardModel, RewardOutput
 from flowalign.utils.costs import Costs
 
@@ -32,8 +31,6 @@ class Rewards:
     """Further columns of each prompt's row, for models that read them."""
     dims: tuple[str, ...] = field(init=False)
     weights: Float[Tensor, "R"] = field(init=False)
-    multipliers: Multipliers | None = field(default=None, init=False)
-    """Of the weights, where a recipe holds dimensions near thresholds."""
     _workers: dict[int, ThreadPoolExecutor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,14 +75,6 @@ class Rewards:
                     f"reward {spec.name!r} scores images; {name} makes videos. "
                     "Wrap it in reward_models.per_frame.PerFrame"
                 )
-
-    @property
-    def current_weights(self) -> Float[Tensor, "R"]:
-        """The weights of this step: those given, times the multipliers of thresholds."""
-        if self.multipliers is None:
-            return self.weights
-        held = self.multipliers.thresholds.isfinite()
-        return torch.where(held, self.weights * self.multipliers.weights, self.weights)
 
     def load(self) -> None:
         """Get every model ready. Raises ValueError for weights or servers that cannot be used."""
@@ -175,62 +164,26 @@ class Scoring:
     def result(self) -> RewardOutput:
         """All dimensions of all chunks, in order. Raises what a model raised."""
         if self.batches:
-            whole = joined_batches(self.batches)
+            whole = MediaBatch.concat(self.batches)
             self.batches = []
             for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
                 if "groups" in model.spec.needs:
                     jobs.append(self.rewards.worker(model).submit(model.score, whole))
         if not self.jobs:
             return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
-        columns = [joined_rows([job.result() for job in jobs]) for jobs in self.jobs]
+        columns = [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]
         reasons: dict[int, str] = {}
         for part in columns:
             for i, why in part.reasons.items():
                 reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
         return RewardOutput(
-            torch.cat([c.values for c in columns], 1), torch.cat([c.valid for c in columns], 1),
+            torch.cat([c.values for c in columns], 1),
+            torch.cat([c.valid for c in columns], 1),
             reasons,
-        )  # fmt: skip
+        )
 
 
-def joined_rows(outputs: Sequence[RewardOutput]) -> RewardOutput:
-    """The samples of several outputs of one model, one after another."""
-    reasons, start = {}, 0
-    for output in outputs:
-        reasons |= {start + i: why for i, why in output.reasons.items()}
-        start += len(output.values)
-    return RewardOutput(
-        torch.cat([output.values for output in outputs]),
-        torch.cat([output.valid for output in outputs]),
-        reasons,
-    )
-
-
-def part_of(output: RewardOutput, start: int, stop: int) -> RewardOutput:
-    """Samples start to stop of an output."""
-    reasons = {i - start: why for i, why in output.reasons.items() if start <= i < stop}
-    spread = output.uncertainty
-    return RewardOutput(
-        output.values[start:stop], output.valid[start:stop], reasons,
-        None if spread is None else spread[start:stop], output.extras[start:stop],
-    )  # fmt: skip
-
-
-def joined_batches(batches: Sequence[MediaBatch]) -> MediaBatch:
-    """The samples of several batches, one after another."""
-    if len(batches) == 1:
-        return batches[0]
-    return MediaBatch(
-        torch.cat([b.media for b in batches]),
-        [p for b in batches for p in b.prompts],
-        [m for b in batches for m in b.metadata],
-        [f for b in batches for f in b.fps],
-        [r for b in batches for r in b.references],
-        [g for b in batches for g in b.groups],
-    )
-
-
-def surviving(
+def drop_failed(
     usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
 ) -> Bool[Tensor, "B T"]:
     """Transitions that may be trained: the usable ones, or only whole usable groups."""

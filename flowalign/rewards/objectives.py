@@ -15,9 +15,9 @@ from flowalign.functional.combine import (
     pareto_mask,
     valid_mean,
 )
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
-from flowalign.types import Values
+from flowalign.types import ValueFunction
 
 Pareto = Literal["off", "group", "batch"]
 
@@ -60,10 +60,12 @@ class LogSigmoidCentred:
         return torch.where(named, moved, flat).view_as(values)
 
 
-class Transformed(Values):
-    """An oracle whose rewards are transformed before a credit method sees them."""
+class TransformedValues(ValueFunction):
+    """Values whose rewards are transformed before a credit method sees them."""
 
-    def __init__(self, values: Values, dims: Sequence[str], transform: LogSigmoidCentred | None):
+    def __init__(
+        self, values: ValueFunction, dims: Sequence[str], transform: LogSigmoidCentred | None
+    ):
         self.values, self.dims, self.transform = values, dims, transform
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
@@ -107,24 +109,15 @@ class Thresholds:
             )
 
     def start(self, dims: Sequence[str]) -> Multipliers:
-        """Before the first step. Dimensions without a threshold have a NaN one and stay."""
+        """The multipliers before the first step. Dimensions without a threshold have a NaN one."""
         at = torch.tensor([self.at.get(dim, torch.nan) for dim in dims])
         return Multipliers.start(at, self.bound)
 
     def after(self, multipliers: Multipliers, final: Float[Tensor, "n R"]) -> Multipliers:
-        """After a step whose samples, those of all processes, had these rewards."""
+        """The multipliers after a step whose samples, over all processes, had these rewards."""
         mean = valid_mean(final, final.isfinite())
         mean = mean.masked_fill(multipliers.thresholds.isnan(), torch.nan)
         return multipliers.update(mean, self.rate, self.momentum)
-
-
-def resumed(
-    thresholds: Thresholds | None, rewards: Rewards, state: list[list[float]] | None
-) -> Multipliers | None:
-    """The multipliers where a checkpoint left them."""
-    if thresholds is None or state is None:
-        return None
-    return thresholds.start(rewards.dims).restored(state)
 
 
 def not_dominated(

@@ -30,10 +30,14 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> l
     for i, some in enumerate(batch.references):
         tensors |= {f"reference.{i}.{j}": _pack(image, pixels) for j, image in enumerate(some)}
     request = {
-        "version": VERSION, "prompts": list(batch.prompts), "fps": list(batch.fps),
-        "metadata": [dict(row) for row in batch.metadata], "groups": list(batch.groups),
-        "references": [len(some) for some in batch.references], **extra,
-    }  # fmt: skip
+        "version": VERSION,
+        "prompts": list(batch.prompts),
+        "fps": list(batch.fps),
+        "metadata": [dict(row) for row in batch.metadata],
+        "groups": list(batch.groups),
+        "references": [len(some) for some in batch.references],
+        **extra,
+    }
     return _safetensors(tensors, {"request": json.dumps(request)})
 
 
@@ -51,9 +55,13 @@ def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
         ]
         media = _unpack(tensors["media"])
         batch = MediaBatch(
-            media, request["prompts"], request["metadata"], request["fps"], references,
+            media,
+            request["prompts"],
+            request["metadata"],
+            request["fps"],
+            references,
             request["groups"],
-        )  # fmt: skip
+        )
     except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
     if media.ndim != 5 or media.shape[2] != 3:

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 
-from flowalign.rewards.composite import joined_batches, part_of
 from flowalign.rewards.protocol import CONTENT_TYPE, VERSION, output_to_json, unpack_batch
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput
 
@@ -144,7 +143,7 @@ class Batcher:
 
     def _score(self, jobs: Sequence[_Job]) -> None:
         try:
-            output = self.model.score(joined_batches([job.batch for job in jobs]))
+            output = self.model.score(MediaBatch.concat([job.batch for job in jobs]))
         except (ValueError, RuntimeError, OSError) as error:
             if isinstance(error, ValueError) and len(jobs) > 1:  # whose request is it?
                 for job in jobs:
@@ -157,7 +156,7 @@ class Batcher:
         for job in jobs:
             stop = start + len(job.batch)
             with suppress(InvalidStateError):  # its client has gone
-                job.result.set_result(part_of(output, start, stop))
+                job.result.set_result(output.slice(start, stop))
             start = stop
 
 

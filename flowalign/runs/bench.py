@@ -6,77 +6,106 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flowalign.sampling.completion import take
-from flowalign.runs.config import Run
-from flowalign.utils.costs import Costs
 from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.distributed.processes import join
-from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.config import Run
+from flowalign.sampling.completion import take
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.loop import train_online, update
-from flowalign.runs.plan import evaluations
+from flowalign.training.policy_gradient.advantages import (
+    build_batch,
+    compute_advantages,
+    compute_credit,
+    gather_credit,
+)
+from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop, update
+from flowalign.training.policy_gradient.plan import evaluations
+from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import Policy, Trajectory
+from flowalign.utils.costs import Costs
 
 
 def measure(run: Run, repeats: int) -> dict[str, float]:
     """Median seconds of each stage and of the floor, and their quotient `overhead`."""
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    processes = join(run.device)
-    run.policy.load(processes.device)
-    learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
-    costs = Costs()
-    costs.watch(run.policy.denoiser)
-    rewards = run.judges(costs)
-    rewards.load()
-    prompts = Prompts(read_prompts(run.prompts), run.seed)
-    for _ in train_online(run.recipe, learner, rewards, prompts, run.seed, [0]):
+    recipe, learner, rewards = opened(run)
+    prompts = Prompts(read_prompts(recipe.prompts), run.seed)
+    loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed)
+    for _ in loop.run([0]):
         pass
-    batch = prompts.batch(1, run.recipe.prompts_per_step)
+    batch = prompts.batch(1, recipe.prompts_per_step)
     times: dict[str, list[float]] = {name: [] for name in ("sample", "reward", "update", "floor")}
     for i in range(1, repeats + 1):
         trajectory = _timed(
-            times["sample"], lambda i=i: rollout(run.recipe, learner, batch, run.seed, i)
+            times["sample"], lambda i=i: rollout(recipe, learner, batch, run.seed, i)
         )
-        judged, _ = _timed(
-            times["reward"],
-            lambda t=trajectory: judge(
-                run.recipe, learner, state_values(run.recipe, learner, rewards, t)
-            ),
-        )
-        _timed(times["update"], lambda j=judged, i=i: update(run.recipe, learner, j, run.seed, i))
-        _timed(times["floor"], lambda t=trajectory: _bare(run, t))
+        trained = _timed(times["reward"], lambda t=trajectory: _credited(recipe, learner, loop, t))
+        _timed(times["update"], lambda b=trained, i=i: update(recipe, learner, b, run.seed, i))
+        _timed(times["floor"], lambda t=trajectory: _bare(recipe, run.policy, t))
         learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients teach nothing
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
-    samples = run.recipe.prompts_per_step * run.recipe.sampling.samples_per_prompt
     step = sum(result[f"seconds/{name}"] for name in ("sample", "reward", "update"))
     return result | {
         "seconds/step": step,
         "overhead": step / result["seconds/floor"],
         "overhead_without_reward": (step - result["seconds/reward"]) / result["seconds/floor"],
-        "images_per_second": samples / step,
+        "images_per_second": recipe.examples_per_step / step,
     }
 
 
-def _bare(run: Run, trajectory) -> None:
+def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards]:
+    """The recipe, a learner with loaded weights, and loaded rewards.
+
+    Raises:
+        ValueError: the recipe has no rollouts whose stages could be timed.
+    """
+    if not isinstance(run.recipe, PolicyGradient):
+        raise ValueError(
+            f"bench times the stages of flowalign.training.PolicyGradient, not of the recipe "
+            f"{type(run.recipe).__name__}"
+        )
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    processes = join(run.device)
+    run.policy.load(processes.device)
+    costs = Costs()
+    costs.count(run.policy.denoiser)
+    learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
+    rewards = run.build_rewards(costs)
+    rewards.load()
+    return run.recipe, learner, rewards
+
+
+def _credited(
+    recipe: PolicyGradient, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
+) -> TrainBatch:
+    """Values, credit and advantages of a trajectory: the reward stage of a step."""
+    values = completion_values(recipe, learner, loop.rewards, trajectory)
+    gathered = gather_credit(recipe, learner.processes, values, compute_credit(recipe, values))
+    advantage = compute_advantages(recipe, gathered.credit, loop.weights)
+    return build_batch(recipe, learner.processes, values, gathered, advantage)
+
+
+def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> None:
     """The denoiser alone: all evaluations without gradient, then the trained ones with theirs."""
-    sampling, policy = run.recipe.sampling, run.policy
+    sampling = recipe.sampling
     x = trajectory.state(trajectory.num_steps)
     row = torch.arange(len(x), device=x.device) // trajectory.group_size
     cond, sigma = take(trajectory.cond, row), trajectory.sigmas[1]
     inputs = [
         (x[i : i + size], take(cond, torch.arange(i, min(i + size, len(x)), device=x.device)))
-        for size in (sampling.micro_batch, run.recipe.micro_batch)
+        for size in (sampling.micro_batch, recipe.micro_batch)
         for i in range(0, len(x), size)
     ]
     trained = (trajectory.eta.amax(0) > 0).nonzero().flatten().tolist()
-    cost = evaluations(run.recipe, trained)
+    cost = evaluations(recipe, trained)
     num_sampling = -(-len(x) // sampling.micro_batch)
     with torch.no_grad():
         total = cost["sampling"] + cost["completing"] + cost["reference"]
-        for part, c in _full(inputs[:num_sampling], total * run.recipe.prompts_per_step):
+        for part, c in _full(inputs[:num_sampling], total * recipe.prompts_per_step):
             policy.velocity(part, sigma, c)
-    for part, c in _full(inputs[num_sampling:], cost["training"] * run.recipe.prompts_per_step):
+    for part, c in _full(inputs[num_sampling:], cost["training"] * recipe.prompts_per_step):
         policy.velocity(part, sigma, c).mean().backward()
 
 

@@ -7,17 +7,19 @@ from dataclasses import replace
 import torch
 
 from flowalign.sampling.completion import complete
+from flowalign.runs.bench import opened
 from flowalign.runs.config import Run
+from flowalign.training.policy_gradient.recipe import PolicyGradient
 from flowalign.utils.costs import Costs
 from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.distributed.processes import join
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.training.policy_gradient.rollouts import finished
 from flowalign.training.learner import Learner
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import sample
 from flowalign.utils.seeds import generator
-from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.types import Trajectory
 
 EVERY = Completion()
@@ -26,23 +28,17 @@ EVERY = Completion()
 def measure_values(run: Run, repeats: int) -> dict[str, float]:
     """Seconds for the values of states 0 to T of one step's samples, beyond the bare rollout.
 
-    together: tails that walk with the rollout, then decoder and rewards in chunks of
+    together: completions batched with the rollout, then decoder and rewards in chunks of
     sampling.micro_batch. by_state: after the rollout, one state of all samples after another, as
     TP-GRPO's released code does. one_by_one: one state of one sample after another.
     """
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    processes = join(run.device)
-    run.policy.load(processes.device)
-    costs = Costs()
-    costs.watch(run.policy.denoiser)
-    learner = Learner(run.policy, run.optimizer, processes, 1, None)
-    setting = _Setting(run, learner, run.judges(costs))
+    recipe, learner, rewards = opened(run)
+    costs, setting = rewards.costs, _Setting(recipe, run.seed, learner, rewards)
     setting.together()  # warm up
     ways: dict[str, Callable[[], object]] = {
         "rollout": setting.rollout,
         "with_values": setting.together,
-        "by_state": lambda: setting.after(run.recipe.sampling.micro_batch),
+        "by_state": lambda: setting.after(recipe.sampling.micro_batch),
     }
     result: dict[str, float] = {}
     for name, work in ways.items():
@@ -65,18 +61,18 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
 class _Setting:
     """One step's prompts and noise, drawn again and again."""
 
-    def __init__(self, run: Run, learner: Learner, rewards: Rewards):
-        self.run, self.learner, self.rewards = run, learner, rewards
-        self.cfg, self.policy = run.recipe.sampling, run.policy
-        prompts = Prompts(read_prompts(run.prompts), run.seed)
-        self.prompts = prompts.batch(0, run.recipe.prompts_per_step)
+    def __init__(self, recipe: PolicyGradient, seed: int, learner: Learner, rewards: Rewards):
+        self.seed, self.learner, self.rewards = seed, learner, rewards
+        self.cfg, self.policy = recipe.sampling, learner.policy
+        prompts = Prompts(read_prompts(recipe.prompts), seed)
+        self.prompts = prompts.batch(0, recipe.prompts_per_step)
         self.kept = self.rollout()
 
     def rollout(self, finish: bool = False) -> Trajectory:
-        steps = self.cfg.window.steps(self.cfg.num_steps, 0, generator(self.run.seed, "window", 0))
-        tails = [(k, EVERY) for k in range(self.cfg.num_steps)] if finish else []
-        seeds = [generator(self.run.seed, "noise", 0, i) for i in range(len(self.prompts))]
-        return sample(self.policy, self.prompts, self.cfg, steps, seeds, finish=tails)
+        steps = self.cfg.sde_window.steps(self.cfg.num_steps, 0, generator(self.seed, "window", 0))
+        requests = [(k, EVERY) for k in range(self.cfg.num_steps)] if finish else []
+        seeds = [generator(self.seed, "noise", 0, i) for i in range(len(self.prompts))]
+        return sample(self.policy, self.prompts, self.cfg, steps, seeds, finish=requests)
 
     def together(self) -> None:
         self._values(self.rollout(finish=True), self.cfg.micro_batch)(range(self.cfg.num_steps + 1))
@@ -87,12 +83,12 @@ class _Setting:
         for k in range(self.cfg.num_steps + 1):
             self._values(start, batch)([k])
 
-    def _values(self, trajectory: Trajectory, batch: int) -> StateValues:
+    def _values(self, trajectory: Trajectory, batch: int) -> CompletionValues:
         if trajectory.finished:
-            finish = lambda tails: finished(self.learner, trajectory, tails, batch)  # noqa: E731
+            finish = lambda requests: finished(self.learner, trajectory, requests, batch)  # noqa: E731
         else:
-            finish = lambda tails: complete(self.policy, trajectory, tails, batch)  # noqa: E731
-        return StateValues(self.policy, self.rewards, trajectory, finish, EVERY, batch)
+            finish = lambda requests: complete(self.policy, trajectory, requests, batch)  # noqa: E731
+        return CompletionValues(self.policy, self.rewards, trajectory, finish, EVERY, batch)
 
 
 def _timed(work: Callable[[], object]) -> float:

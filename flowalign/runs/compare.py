@@ -19,14 +19,14 @@ from flowalign.training import checkpoint
 from flowalign.reports.comparison import Comparison, Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
-from flowalign.runs.config import AnyRun, Run, load
+from flowalign.runs.config import Run, load
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.subprocesses import Job, run_all
 from flowalign.training.learner import TrainingFailure
 from flowalign.runs.plan import plan
 from flowalign.utils.tracking import read_metrics
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Todo = Literal["start", "overwrite", "resume", "keep"]
 _OURS = {"seed": "--seeds", "output_dir": "--out"}
 _LONGEST_LIST = 3
@@ -36,9 +36,10 @@ _LONGEST_LIST = 3
 class Request:
     """What the command line asks for."""
 
-    configs: Sequence[str]
+    configs: Sequence[Sequence[str]]
+    """The run files of each method, composed from left to right."""
     overrides: Sequence[str]
-    """Applied to every run."""
+    """Settings that are applied to every run."""
     seeds: Sequence[int]
     out: Path
     jobs: int | None = None
@@ -51,8 +52,9 @@ class Entry:
     """A run file, read and checked."""
 
     name: str
-    config: str
-    run: AnyRun
+    """The name of its last run file."""
+    configs: Sequence[str]
+    run: Run
     settings: dict[str, Any]
     """Resolved, without what differs between its runs: seed and output_dir."""
 
@@ -72,7 +74,7 @@ class Single:
         return f"{self.entry.name} seed {self.seed}"
 
 
-def compare(request: Request, say: Say) -> Comparison:
+def compare(request: Request, log: Log) -> Comparison:
     """Run what is not finished yet, then write the comparison of all that is.
 
     Raises:
@@ -87,11 +89,11 @@ def compare(request: Request, say: Say) -> Comparison:
     jobs = [_job(request, single) for single in singles if single.todo != "keep"]
     for entry in entries:
         if entry.settings["evaluation"]["every"] == 0:
-            say(f"{entry.name}: evaluation.every is 0, so its curve will have two points only")
+            log(f"{entry.name}: evaluation.every is 0, so its curve will have two points only")
     for single in singles:
         if single.todo == "keep":
-            say(f"kept {single.name}, finished earlier")
-    failed = run_all(jobs, request.jobs or at_once(entries), say)
+            log(f"kept {single.name}, finished earlier")
+    failed = run_all(jobs, request.jobs or at_once(entries), log)
     missing = {job.log for job in failed}
     left = [single for single in singles if _log(single.folder) not in missing]
     methods = [
@@ -110,7 +112,7 @@ def compare(request: Request, say: Say) -> Comparison:
 
 def read(request: Request) -> list[Entry]:
     """Every run file, checked as `flowalign check` does, and against the others."""
-    stems = [Path(config).stem for config in request.configs]
+    stems = [Path(configs[-1]).stem for configs in request.configs]
     for what, some in (
         ("run files of the name", stems),
         ("seeds", [str(k) for k in request.seeds]),
@@ -123,20 +125,21 @@ def read(request: Request) -> list[Entry]:
             raise ValueError(f"{name} cannot be set here; use {_OURS[name]}")
     if request.jobs is not None and request.jobs < 1:
         raise ValueError(f"--jobs is {request.jobs}; it must be at least 1")
-    entries = [_entry(config, request.overrides) for config in request.configs]
+    entries = [_entry(configs, request.overrides) for configs in request.configs]
     _same_evaluation(entries)
     return entries
 
 
-def _entry(config: str, overrides: Sequence[str]) -> Entry:
-    run, text = load(config, overrides)
+def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
+    run, text = load(configs, overrides)
+    shown = " ".join(configs)
     try:
         plan(run)
     except ValueError as error:
-        raise ConfigError(f"{config}: {error}") from error
+        raise ConfigError(f"{shown}: {error}") from error
     if run.evaluation is None:
-        raise ConfigError(f"{config}: evaluation is null, so there is nothing to compare")
-    return Entry(Path(config).stem, config, run, _settings(text))
+        raise ConfigError(f"{shown}: evaluation is null, so there is nothing to compare")
+    return Entry(Path(configs[-1]).stem, configs, run, _settings(text))
 
 
 def _same_evaluation(entries: Sequence[Entry]) -> None:
@@ -148,8 +151,8 @@ def _same_evaluation(entries: Sequence[Entry]) -> None:
             here, there = (e.settings["evaluation"][name] for e in (entry, first))
             if here != there:
                 raise ValueError(
-                    f"evaluation.{name} is {here} in {entry.config} and {there} in "
-                    f"{first.config};\nevaluate alike, for example with "
+                    f"evaluation.{name} is {here} in {entry.name} and {there} in "
+                    f"{first.name};\nevaluate alike, for example with "
                     f"--evaluation.{name} for all runs"
                 )
 
@@ -238,7 +241,7 @@ def _log(folder: Path) -> Path:
 def _job(request: Request, single: Single) -> Job:
     options = ["--seed", str(single.seed), "--output_dir", str(single.folder)]
     options += [f"--{single.todo}"] if single.todo != "start" else []
-    start = [sys.executable, "-m", "flowalign", "train", single.entry.config]
+    start = [sys.executable, "-m", "flowalign", "train", *single.entry.configs]
     return Job(single.name, [*start, *request.overrides, *options], _log(single.folder))
 
 
@@ -248,10 +251,12 @@ def curve(single: Single, metric: str) -> Curve:
     Raises:
         ValueError: an earlier version wrote it, or it never measured the metric.
     """
-    run = single.entry.run
-    per_step = (run.recipe if isinstance(run, Run) else run.data).units_per_step
-    rows = {row["evaluated_after"]: row for row in read_metrics(single.folder)
-            if "evaluated_after" in row}  # fmt: skip
+    per_step = single.entry.run.recipe.examples_per_step
+    rows = {
+        row["evaluated_after"]: row
+        for row in read_metrics(single.folder)
+        if "evaluated_after" in row
+    }
     points = []
     for done, row in sorted(rows.items()):
         costs = {name[5:]: value for name, value in row.items() if name.startswith("cost/")}

@@ -1,36 +1,28 @@
-"""YAML and command line to a typed `Run`. A component's schema is its own constructor."""
+"""YAML and command line to a typed `Run`. The schema of a component is its own constructor."""
 
 import difflib
 import importlib
 import inspect
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
-from typing_extensions import override
 
-from flowalign.sampling.calibration import Calibration
-from flowalign.training.checkpoint import Checkpoints
-from flowalign.utils.costs import Costs
 from flowalign.data.prompts import read_metadata
-from flowalign.utils.errors import ConfigError
+from flowalign.rewards.composite import Rewards
+from flowalign.runs.compose import compose, origin_of
+from flowalign.runs.convert import is_old
+from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
-from flowalign.functional.transition import FlowSDE
 from flowalign.training.learner import Optimizer
-from flowalign.utils.files import bundled
-from flowalign.training.matching.recipe import Preference
-from flowalign.training.matching.source import Source, check_together
-from flowalign.training.matching.stored import Stored
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.rewards.composite import OnFailure, Rewards
-from flowalign.types import Personal, Policy, RewardModel
-from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.training.recipe import Recipe, RunContext
+from flowalign.types import Policy, RewardModel
+from flowalign.utils.costs import Costs
+from flowalign.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +42,16 @@ class Ema:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFile(ABC):
-    """What every run has. One YAML file sets every field it needs; nothing inherits."""
+class Run:
+    """A run file: what is trained, by which recipe, on which rewards."""
 
     policy: Policy
     """The model, by dotted path of a class in `pipelines` or of your own."""
     num_steps: int
-    """Steps of the loop: rollouts, each with its updates, or batches of pairs."""
+    """Steps of the loop, each with its updates."""
+    recipe: Recipe
+    """The kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
+    `flowalign.training.Matching` or your own."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
     reward_weights: dict[str, float] = field(default_factory=dict)
@@ -66,15 +61,15 @@ class RunFile(ABC):
     evaluation: Evaluation | None = None
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
-    """Besides metrics.jsonl, which is always written."""
+    """Trackers besides metrics.jsonl, which is always written."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
-    """CPU threads per process; null: torch's choice. One is best for small models on few cores."""
+    """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
 
-    def _check(self) -> None:
-        """Checks that need no weights: files, numbers."""
+    def __post_init__(self) -> None:
+        """Check everything that needs no weights."""
         if self.num_steps < 1:
             raise ValueError(f"num_steps is {self.num_steps}; it must be at least 1")
         if self.threads is not None and self.threads < 1:
@@ -83,132 +78,92 @@ class RunFile(ABC):
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
+        self.recipe.check(self.context(self.build_rewards()))
 
-    @property
-    @abstractmethod
-    def training_prompts(self) -> Sequence[str]:
-        """Files whose prompts are sampled for training."""
+    def build_rewards(self, costs: Costs | None = None) -> Rewards:
+        """The reward models with their weights and what the prompt files say beside prompts.
 
-    def judges(self, costs: Costs | None = None, on_failure: OnFailure = "raise") -> Rewards:
-        """The reward models with their weights and what the prompt files say beside prompts."""
+        Raises:
+            ValueError: two files give one prompt different fields, or the models do not fit.
+        """
         metadata: dict[str, dict[str, Any]] = {}
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
-        for path in (*self.training_prompts, *held_out):
+        for path in (*self.recipe.prompt_files, *held_out):
             for prompt, fields in read_metadata(path).items():
                 if metadata.setdefault(prompt, fields) != fields:
                     raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
-        rewards = Rewards(self.rewards, self.reward_weights, on_failure, costs or Costs(), metadata)
+        rewards = Rewards(
+            self.rewards,
+            self.reward_weights,
+            self.recipe.on_failed_reward,
+            costs or Costs(),
+            metadata,
+        )
         rewards.check_policy(self.policy)
         return rewards
 
-
-@dataclass(frozen=True, kw_only=True)
-class Run(RunFile):
-    """Online training: rewards of rollouts, credited to denoising steps."""
-
-    prompts: str
-    """Training prompts: a text file, one a line, or JSONL with a field `prompt`."""
-    recipe: Online
-    calibration: Calibration | None = None
-    """Find the noise level of every step before the first one (DenseGRPO); sampling.eta is where
-    it starts, of the kernel FlowSDE."""
-
-    def __post_init__(self) -> None:
-        """Checks that need no weights."""
-        self._check()
-        if self.calibration:
-            _check_calibration(self.recipe)
-        rewards = self.judges()
-        rewards.check_weights()
-        self.recipe.check(rewards)
-
-    @property
-    @override
-    def training_prompts(self) -> Sequence[str]:
-        """Its own."""
-        return [self.prompts]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceRun(RunFile):
-    """Training on pairs or labels, stored or made by the policy. Its file has a key `data`."""
-
-    data: Source
-    """Where examples come from, by dotted path."""
-    recipe: Preference = field(default_factory=Preference)
-
-    def __post_init__(self) -> None:
-        """Checks that need no weights."""
-        self._check()
-        check_together(self.recipe, self.data)
-        if isinstance(self.data, Stored):
-            self._check_used(self.data)
-        self.data.check(self.judges())
-
-    def _check_used(self, data: Stored) -> None:
-        """No option of the data is ignored."""
-        if data.held_out and not self.evaluation:
-            raise ValueError(
-                "data.held_out is read for evaluations, but evaluation is null: "
-                "set evaluation, or data.held_out to null"
-            )
-        if data.user_dropout and not isinstance(self.policy, Personal):
-            raise ValueError(
-                f"data.user_dropout is {data.user_dropout:g}, but the policy "
-                f"{type(self.policy).__name__} is never told whose judgement a pair is"
-            )
-
-    @property
-    @override
-    def training_prompts(self) -> Sequence[str]:
-        """Those that the data samples."""
-        return self.data.prompt_files
-
-
-AnyRun = Run | PreferenceRun
-"""What a run file can be."""
-
-
-def _check_calibration(recipe: Online) -> None:
-    """Whether it is known where a calibration begins, and which steps it is about."""
-    sampling = recipe.sampling
-    if isinstance(sampling.eta, list) or not isinstance(sampling.kernel, FlowSDE):
-        raise ValueError(
-            "calibration starts at one level of the kernel FlowSDE: "
-            "set recipe.sampling.eta to a number and its kernel to FlowSDE"
-        )
-    if not isinstance(sampling.window, AllButLast | Fixed):
-        raise ValueError(
-            "calibration needs the same stochastic steps in every iteration: "
-            "set recipe.sampling.window to AllButLast or Fixed"
+    def context(self, rewards: Rewards) -> RunContext:
+        """What the recipe is told of this run."""
+        return RunContext(
+            policy=self.policy,
+            rewards=rewards,
+            num_steps=self.num_steps,
+            seed=self.seed,
+            evaluates=self.evaluation is not None,
+            evaluate_every=self.evaluation.every if self.evaluation else 0,
+            has_ema=self.ema is not None,
         )
 
 
-def load(config: str, overrides: Sequence[str] = ()) -> tuple[AnyRun, str]:
-    """A run file with overrides such as `--recipe.sampling.eta 0.5`, and the resolved YAML.
+@dataclass(frozen=True)
+class Loaded:
+    """A run, its resolved settings, and where each of them came from."""
+
+    run: Run
+    text: str
+    """The complete settings as YAML; a run directory keeps them, and loading them gives them."""
+    origins: Mapping[str, str]
+    """The file, or "command line", that set a dotted key; keys that are absent have defaults."""
+
+
+def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Run, str]:
+    """One or several run files with overrides such as `--recipe.sampling.eta 0.5`.
+
+    Returns the run and its complete settings as YAML.
 
     Raises:
         ConfigError: in at most five lines, naming the key or value and what is allowed.
     """
-    path = Path(bundled(config))
-    if not path.is_file():
-        raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
-    kind = PreferenceRun if "data" in _read_yaml(path) else Run
-    parser = _parser(kind)
+    loaded = load_with_origins(configs, overrides)
+    return loaded.run, loaded.text
+
+
+def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> Loaded:
+    """A run with the origin of every setting. See `load`."""
+    names = [configs] if isinstance(configs, str) else list(configs)
+    composed = compose(names)
+    shown = " ".join(names)
+    if is_old(composed.values):
+        raise ConfigError(
+            f"{shown} is a run file of flowalign 0.1; convert it once: flowalign convert {shown}"
+        )
+    parser, dashed = _parser(), _with_dashes(overrides)
     try:
-        parsed = parser.parse_args(["--config", str(path), *_with_dashes(overrides)])
+        parsed = parser.parse_args(["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed])
         text = parser.dump(parsed, skip_none=False)
         built = parser.instantiate_classes(parsed)
-        return kind(**{name: built[name] for name in kind.__dataclass_fields__}), text
+        run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
     except (ValueError, TypeError, ArgumentError) as error:
-        raise ConfigError(_readable(str(error), config, parser)) from error
+        raise ConfigError(_readable(str(error), shown, parser, composed.origins)) from error
+    given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
+    return Loaded(run, text, composed.origins | dict.fromkeys(given, "command line"))
 
 
 @cache
-def _parser(kind: type[AnyRun]) -> ArgumentParser:
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(prog="flowalign train", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
-    parser.add_class_arguments(kind, None, fail_untyped=True)
+    parser.add_class_arguments(Run, None, fail_untyped=True)
     return parser
 
 
@@ -217,22 +172,15 @@ def _with_dashes(overrides: Sequence[str]) -> list[str]:
     return [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: " + " ".join(str(error).split())[:300]) from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping of settings, not {type(content).__name__}")
-    return content
-
-
-def _readable(message: str, config: str, parser: ArgumentParser) -> str:
-    """Where the mistake is, what it is, and a suggestion where a name was misspelt."""
+def _readable(
+    message: str, config: str, parser: ArgumentParser, origins: Mapping[str, str]
+) -> str:
+    """Name the file and key of a mistake, what it is, and suggest what was meant."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
     keys = [found[1] for line in lines if (found := _KEY.match(line))]
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
-    where = f"{config}: {'.'.join(keys)}" if keys else config
+    key = ".".join(keys)
+    where = f"{origin_of(origins, key) or config}: {key}" if keys else config
     hint = _did_you_mean(message, parser)
     what = (wrong[-1] if keys else "\n".join(wrong)) if wrong else lines[0]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)

@@ -1,4 +1,4 @@
-"""A run from its configuration to its directory: build, train, evaluate, save, resume."""
+"""A run from its settings to its directory: build, train, evaluate, save, resume."""
 
 import json
 import math
@@ -13,39 +13,63 @@ from typing import Any
 
 import torch
 
-from flowalign.training import checkpoint
-from flowalign.rewards.objectives import resumed
-from flowalign.runs.config import AnyRun, PreferenceRun, Run
-from flowalign.utils.console import Progress
-from flowalign.utils.costs import Costs
 from flowalign.distributed.processes import Processes, join
-from flowalign.training.evaluate import Evaluated, evaluate, save_grid
-from flowalign.training.policy_gradient.calibrate import is_calibrating
-from flowalign.training.learner import Learner, TrainingFailure
-from flowalign.runs.loops import Loop, make_loop
-from flowalign.utils.files import write_text
 from flowalign.reports.run_report import write_report
 from flowalign.rewards.composite import Rewards
+from flowalign.runs.config import Run
+from flowalign.training import checkpoint
+from flowalign.training.evaluate import Evaluated, evaluate, save_grid
+from flowalign.training.learner import Learner, TrainingFailure
+from flowalign.training.policy_gradient.calibrate import is_calibrating
+from flowalign.training.recipe import Log, Loop
+from flowalign.utils.console import Progress
+from flowalign.utils.costs import Costs
+from flowalign.utils.files import write_text
 from flowalign.utils.tracking import Tracker
+
+
+class Messages:
+    """Shows messages at once: as plain lines, or above the progress bar while there is one."""
+
+    def __init__(self, log: Log):
+        self.log = self.show = log
+
+    def __call__(self, text: str) -> None:
+        """Show a message."""
+        self.show(text)
+
+    @contextmanager
+    def above(self, progress: Progress) -> Iterator[None]:
+        """Inside, messages are shown above this bar."""
+        self.show = progress.note
+        try:
+            yield
+        finally:
+            self.show = self.log
 
 
 @dataclass
 class Session:
     """Everything that a started run holds."""
 
-    run: AnyRun
+    run: Run
     config: str
     """The resolved YAML."""
     folder: Path
     processes: Processes
     learner: Learner
     rewards: Rewards
+    loop: Loop
     costs: Costs
-    say: Callable[[str], None]
+    log: Log
+    messages: Messages
+    """Where the loop logs."""
     seconds_before: float = 0.0
-    """Spent before this process resumed the run."""
+    """Seconds spent before this process resumed the run."""
     started: float = 0.0
     before: dict[str, float] | None = None
+    """Metrics of the evaluation before training."""
+    first_step: int = 0
 
     @property
     def seconds(self) -> float:
@@ -53,10 +77,8 @@ class Session:
         return self.seconds_before + time.perf_counter() - self.started
 
 
-def start(
-    run: AnyRun, config: str, say: Callable[[str], None], resume: Path | None = None
-) -> Session:
-    """Load the weights and make the run directory; with `resume`, restore a checkpoint.
+def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Session:
+    """Load the weights, open the loop and make the run directory; with `resume`, restore.
 
     Raises:
         ValueError: the directory already holds a run, or the checkpoint is not one of this run.
@@ -65,61 +87,65 @@ def start(
         torch.set_num_threads(run.threads)
     processes = join(run.device)
     folder = Path(run.output_dir)
-    begun = folder.exists() and any(folder.iterdir())
-    if resume is None and begun and not is_calibrating(folder):
-        raise ValueError(
-            f"{folder} already holds a run and is not overwritten.\n"
-            "Add --resume to go on with it, --overwrite to replace it, "
-            "or choose another output_dir."
-        )
+    if resume is None:
+        _refuse_begun(folder)
     processes.barrier()
-    costs = Costs()
-    on_failure = run.recipe.on_failed_reward if isinstance(run, Run) else "raise"
-    rewards = run.judges(costs, on_failure)
+    costs, messages = Costs(), Messages(log)
+    rewards = run.build_rewards(costs)
     rewards.load()
     run.policy.load(processes.device)
-    updates = run.num_steps * run.recipe.updates
     ema = (run.ema.decay, run.ema.every) if run.ema else None
-    costs.watch(run.policy.denoiser)  # before the learner copies it for a reference
+    costs.count(run.policy.denoiser)  # before the learner copies it for a reference
+    updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
-    if isinstance(run, PreferenceRun):
-        run.recipe.reference.build(learner)
-        learner.expert = run.recipe.expert and run.recipe.expert.field(learner)
-    session = Session(run, config, folder, processes, learner, rewards, costs, say)
     if processes.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         write_text(folder / "config.yaml", config)
-    session.started = time.perf_counter()
+    started = time.perf_counter()
+    loop = run.recipe.open(run.context(rewards), learner, folder, messages)
+    session = Session(
+        run,
+        config,
+        folder,
+        processes,
+        learner,
+        rewards,
+        loop,
+        costs,
+        log,
+        messages,
+        started=started,
+    )
+    if resume:
+        _resume(session, resume)
     return session
 
 
-def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
-    """Run the steps that are left, and write all that README's "What a run leaves" lists."""
-    first = _resume(session, resume) if resume else 0
-    run = session.run
+def train(session: Session) -> dict[str, Any]:
+    """Run the steps that are left, and write all that a run directory holds."""
+    run, first = session.run, session.first_step
     tracker = (
-        Tracker(session.folder, run.trackers, first if resume else None)
-        if session.processes.is_main
-        else None
+        Tracker(session.folder, run.trackers, first or None) if session.processes.is_main else None
     )
-    if not resume:
-        session.started = time.perf_counter()  # the evaluation before training has cost nothing
-    loop = make_loop(run, session.learner, session.rewards, session.folder, session.say)
-    if not resume:
-        session.before = _evaluate(session, tracker, loop, 0)
+    if not first:
+        session.before = _evaluate(session, tracker, 0)
     steps = range(first, run.num_steps)
     after, status, done = None, "finished", first
     with (
         _stop_on_ctrl_c() as stop,
         Progress(run.num_steps, first, enabled=session.processes.is_main) as progress,
+        session.messages.above(progress),
     ):
-        for step, metrics in zip(steps, loop.run(steps), strict=True):
+        for step, metrics in zip(steps, session.loop.run(steps), strict=True):
             done = step + 1
-            _show(session, tracker, progress, step, metrics | _costs_so_far(session))
-            session.started += loop.draw()
+            metrics |= _costs_so_far(session)
+            if tracker:
+                tracker.log(step, metrics)
+                progress.update(step, metrics)
+            session.started += session.loop.draw()
             if done == run.num_steps:
                 break
-            after = _between_steps(session, tracker, loop, done)
+            after = _between_steps(session, tracker, done)
             if session.processes.gather(torch.tensor([stop()])).any():
                 status = "interrupted"
                 break
@@ -127,25 +153,20 @@ def train(session: Session, resume: Path | None = None) -> dict[str, Any]:
     if done > first or first == 0:
         _save(session, done, first_save=True)
     if status == "finished":
-        after = _evaluate(session, tracker, loop, done)
+        after = _evaluate(session, tracker, done)
     summary = _summary(session, done, after, seconds, status)
     _close(session.folder, tracker, summary)
     return summary
 
 
-def _show(
-    session: Session,
-    tracker: Tracker | None,
-    progress: Progress,
-    step: int,
-    metrics: dict[str, float],
-) -> None:
-    """The notes of a step and its metrics."""
-    while session.learner.notes:
-        progress.note(session.learner.notes.pop(0))
-    if tracker:
-        tracker.log(step, metrics)
-        progress.update(step, metrics)
+def _refuse_begun(folder: Path) -> None:
+    begun = folder.exists() and any(folder.iterdir())
+    if begun and not is_calibrating(folder):
+        raise ValueError(
+            f"{folder} already holds a run and is not overwritten.\n"
+            "Add --resume to go on with it, --overwrite to replace it, "
+            "or choose another output_dir."
+        )
 
 
 def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> None:
@@ -157,45 +178,37 @@ def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> No
     write_report(folder)
 
 
-def _resume(session: Session, resume: Path) -> int:
-    loop = checkpoint.restore(resume, session.learner)
+def _resume(session: Session, resume: Path) -> None:
+    state = checkpoint.restore(resume, session.learner)
+    session.loop.restore(state["loop"])
     if session.processes.is_main:  # the checkpoint holds the sum over processes
-        for name, value in loop["costs"].items():
-            setattr(session.costs, name, value)
-    session.seconds_before = loop["seconds"]
-    session.before = loop["before"]
-    if isinstance(session.run, Run):
-        thresholds, rewards = session.run.recipe.thresholds, session.rewards
-        rewards.multipliers = resumed(thresholds, rewards, loop["multipliers"])
-    session.started = time.perf_counter()
-    session.say(f"resumed {resume} after {loop['step']} steps")
-    return loop["step"]
+        for name, value in state["costs"].items():
+            setattr(session.costs, name, getattr(session.costs, name) + value)
+    session.seconds_before = state["seconds"]
+    session.before, session.first_step = state["before"], state["step"]
+    session.log(f"resumed {resume} after {state['step']} steps")
 
 
-def _between_steps(
-    session: Session, tracker: Tracker | None, loop: Loop, done: int
-) -> dict[str, float] | None:
+def _between_steps(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
     """Evaluate and save where it is due; the metrics of the evaluation."""
     cfg, every = session.run.evaluation, session.run.checkpoints.every
     due = cfg and cfg.every and done % cfg.every == 0
-    after = _evaluate(session, tracker, loop, done) if due else None
+    after = _evaluate(session, tracker, done) if due else None
     if done % every == 0:
         _save(session, done, first_save=done == every)
     return after
 
 
-def _evaluate(
-    session: Session, tracker: Tracker | None, loop: Loop, done: int
-) -> dict[str, float] | None:
+def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
     """Evaluate the EMA weights after `done` steps; its time is no training time."""
     cfg = session.run.evaluation
     if cfg is None:
         return None
     costs, start = _costs_so_far(session), time.perf_counter()
     ema = session.learner.ema
-    with session.costs.uncounted(), ema.applied() if ema else nullcontext():
+    with session.costs.paused(), ema.applied() if ema else nullcontext():
         result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
-        metrics = result.metrics | loop.evaluate()
+        metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
@@ -210,17 +223,21 @@ def _save(session: Session, done: int, first_save: bool) -> None:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
-    loop = {"costs": asdict(spent), "seconds": session.seconds, "before": session.before}
-    loop["multipliers"] = session.rewards.multipliers and session.rewards.multipliers.state()
+    state = {
+        "costs": asdict(spent),
+        "seconds": session.seconds,
+        "before": session.before,
+        "loop": session.loop.state(),
+    }
     try:
-        folder = checkpoint.save(root, done, session.learner, session.config, loop)
+        folder = checkpoint.save(root, done, session.learner, session.config, state)
     except OSError as error:
         raise TrainingFailure(
             f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
             "Everything saved before is intact; free space and go on with --resume."
         ) from error
     if cfg.verify == "always" or (cfg.verify == "first_and_last" and first_save):
-        with session.costs.uncounted():
+        with session.costs.paused():
             difference = session.run.policy.verify_weights(str(folder))
         if difference != 0:
             raise TrainingFailure(

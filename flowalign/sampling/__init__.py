@@ -1,1 +1,52 @@
-"""TODO room."""
+"""Sampling: the one denoising loop, and which of its steps are random, shared or completed."""
+
+from flowalign.sampling.branching import Branching, Chain, Comb, Layout, Tree
+from flowalign.sampling.calibration import Calibration
+from flowalign.sampling.completion import BatchedCompletion, complete
+from flowalign.sampling.frame_windows import FixedFrames, FrameWindow, RandomFrames
+from flowalign.sampling.rollout import (
+    Sampling,
+    Storage,
+    concat_trajectories,
+    empty_trajectory,
+    generate,
+    sample,
+)
+from flowalign.sampling.sde_windows import (
+    AllButLast,
+    Backward,
+    Fixed,
+    Geometric,
+    Random,
+    RandomSubset,
+    SDEWindow,
+    Sliding,
+)
+
+__all__ = [
+    "AllButLast",
+    "Backward",
+    "BatchedCompletion",
+    "Branching",
+    "Calibration",
+    "Chain",
+    "Comb",
+    "Fixed",
+    "FixedFrames",
+    "FrameWindow",
+    "Geometric",
+    "Layout",
+    "Random",
+    "RandomFrames",
+    "RandomSubset",
+    "SDEWindow",
+    "Sampling",
+    "Sliding",
+    "Storage",
+    "Tree",
+    "complete",
+    "concat_trajectories",
+    "empty_trajectory",
+    "generate",
+    "sample",
+]

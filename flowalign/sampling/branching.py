@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.types import SharedRows
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -16,14 +18,14 @@ class Layout:
 
     eta: Float[Tensor, "G T"]
     """Noise level of each transition; 0 is an ODE step."""
-    origin: Int[Tensor, "G T+1"]
-    """Which sample computes state k of sample g; see `Trajectory.origin`."""
+    rows: SharedRows
+    """Which of the G samples share which states."""
 
 
 class Branching(ABC):
     """How the samples that start from one initial noise come apart."""
 
-    spread: float | None = None
+    sibling_noise_scale: float | None = None
     """How much louder the own noise of siblings is than one that they share; None: all is own."""
 
     @abstractmethod
@@ -59,14 +61,17 @@ class Tree(Branching):
     children: int = 2
     growth: float = 0.0
     """How much louder the deepest split is than the first, relative to it."""
-    spread: float | None = None
-    """Siblings draw (common + spread own) / sqrt(1 + spread^2); BranchGRPO: 4. Each by itself stays
+    sibling_noise_scale: float | None = None
+    """s: siblings draw (common + s own) / sqrt(1 + s^2); BranchGRPO: 4. Each by itself stays
     a standard normal, unlike in the released code, which scales the noise. None: all own."""
 
     def __post_init__(self) -> None:
         """Refuse what is no tree."""
-        if self.spread is not None and not self.spread > 0:
-            raise ValueError(f"branching.spread is {self.spread}; it must be above 0, or null")
+        if self.sibling_noise_scale is not None and not self.sibling_noise_scale > 0:
+            raise ValueError(
+                f"branching.sibling_noise_scale is {self.sibling_noise_scale}; "
+                "it must be above 0, or null"
+            )
         if self.children < 2 or not self.growth > -1:
             raise ValueError(
                 f"branching with children {self.children}, growth {self.growth}: "
@@ -83,7 +88,7 @@ class Tree(Branching):
             raise ValueError(
                 f"branching splits at {outside or splits}, which the window does not make "
                 f"stochastic: it has steps {window}.\nChange recipe.sampling.branching.splits "
-                "or recipe.sampling.window"
+                "or recipe.sampling.sde_window"
             )
         leaves = self.children ** len(splits)
         if num_samples != leaves:
@@ -129,7 +134,7 @@ class Comb(Branching):
         own = torch.where(leaves_at == torch.arange(len(eta)), eta, 0.0)
         sample = torch.arange(num_samples)[:, None]
         on_spine = torch.arange(len(eta) + 1) <= leaves_at
-        return Layout(own, torch.where(on_spine, num_samples - 1, sample))
+        return Layout(own, SharedRows(torch.where(on_spine, num_samples - 1, sample)))
 
 
 def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]) -> Layout:
@@ -140,10 +145,7 @@ def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor
             f"which seeds_per_prompt {seeds} does not divide"
         )
     one = branching.seed_layout(num_samples // seeds, eta)
-    start = torch.arange(seeds).repeat_interleave(num_samples // seeds)[:, None]
-    return Layout(
-        one.eta.repeat(seeds, 1), one.origin.repeat(seeds, 1) + start * (num_samples // seeds)
-    )
+    return Layout(one.eta.repeat(seeds, 1), one.rows.repeat(seeds))
 
 
 def _stochastic(eta: Float[Tensor, "T"]) -> list[int]:
@@ -158,5 +160,5 @@ def _leaves_below(
     return num_samples // children ** torch.tensor(done)
 
 
-def _shared(num_samples: int, below: Int[Tensor, "S"]) -> Int[Tensor, "G S"]:
-    return torch.arange(num_samples)[:, None] // below * below
+def _shared(num_samples: int, below: Int[Tensor, "S"]) -> SharedRows:
+    return SharedRows(torch.arange(num_samples)[:, None] // below * below)

@@ -103,9 +103,13 @@ class Calibration:
             after = paper_rule(psi, signs.positive, signs.negative, threshold=threshold, **sizes)
         else:
             after = damped_rule(
-                psi, signs.positive, signs.negative,
-                iteration=iteration, tolerance=threshold, **sizes,
-            )  # fmt: skip
+                psi,
+                signs.positive,
+                signs.negative,
+                iteration=iteration,
+                tolerance=threshold,
+                **sizes,
+            )
         if ceiling is not None:
             after = after.minimum(initial_levels(sigmas.cpu(), ceiling)).clamp(min=self.floor)
         return torch.where(signs.valid > 0, after, psi)

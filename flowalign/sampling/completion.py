@@ -1,4 +1,4 @@
-"""Finishing intermediate states by ODE, all together: what makes step-level credit affordable."""
+"""Finish intermediate states by ODE, all together: what makes step-level credit affordable."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,26 +7,36 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from flowalign.functional.tail import Completion
-from flowalign.types import Cond, CreditEstimator, StepCredit, Trajectory, Values, VelocityField
+from flowalign.functional.completion import Completion
+from flowalign.types import (
+    Cond,
+    CreditEstimator,
+    SharedRows,
+    StepCredit,
+    Trajectory,
+    ValueFunction,
+    VelocityField,
+)
 
-Tail = tuple[int, Completion]
-"""A state to finish, and how."""
+CompletionRequest = tuple[int, Completion]
+"""The index of a state to finish, and how it is finished."""
 
 
-class Tails:
-    """A wavefront: tails that stand at the same point of the schedule advance in one batch.
+class BatchedCompletion:
+    """Completes many intermediate states together.
 
-    A tail of state k has one row per holder of that state. It begins where a walk along the
-    schedule passes k, from the velocity that the walk itself needs there.
+    All completions at the same sigma are evaluated in one batch, and the first step reuses the
+    rollout's own velocity. A completion has one row per distinct state.
     """
 
-    def __init__(self, trajectory: Trajectory, finish: Collection[Tail]):
+    def __init__(self, trajectory: Trajectory, requests: Collection[CompletionRequest]):
         self.trajectory = trajectory
         num_steps = trajectory.num_steps
-        self.ahead = {tail: tail[1].path(tail[0], num_steps) for tail in finish}
-        self.ahead = {tail: path for tail, path in self.ahead.items() if len(path) > 1}
-        self.at: dict[Tail, Tensor] = {}
+        paths = {request: request[1].path(request[0], num_steps) for request in requests}
+        self.ahead = {request: path for request, path in paths.items() if len(path) > 1}
+        """Points of the schedule that each completion still has to pass, its own first."""
+        self.at: dict[CompletionRequest, Tensor] = {}
+        """The current state of each completion that has begun."""
 
     def step(
         self,
@@ -36,46 +46,50 @@ class Tails:
         rows: Int[Tensor, "n"],
         micro_batch: int,
     ) -> Float[Tensor, "n *latent"]:
-        """Velocities of the walkers x of samples `rows` at point k; moves all tails from there."""
-        standing = [tail for tail in self.at if self.ahead[tail][0] == k]
-        samples = torch.cat([rows, *(self.trajectory.holders(tail[0]) for tail in standing)])
-        states = torch.cat([x, *(self.at[tail] for tail in standing)])
+        """Velocities of the states x of samples `rows` at point k; advances all completions."""
+        active = [request for request in self.at if self.ahead[request][0] == k]
+        shared = self.trajectory.rows
+        samples = torch.cat([rows, *(shared.unique_rows(request[0]) for request in active)])
+        states = torch.cat([x, *(self.at[request] for request in active)])
         if not len(states):
             return x
         prompt = (samples // self.trajectory.group_size).to(states.device)
         sigma, cond = self.trajectory.sigmas[k], self.trajectory.cond
         v = velocity(field, states, sigma, cond, prompt, micro_batch)
-        own, *others = v.split([len(x), *(len(self.at[tail]) for tail in standing)])
-        for tail, part in zip(standing, others, strict=True):
-            self._move(tail, self.at[tail], part)
-        for tail in self.ahead:
-            if tail[0] == k and tail not in self.at:
-                self._move(tail, x, own)
+        own, *others = v.split([len(x), *(len(self.at[request]) for request in active)])
+        for request, part in zip(active, others, strict=True):
+            self._advance(request, self.at[request], part)
+        for request in self.ahead:
+            if request[0] == k and request not in self.at:
+                self._advance(request, x, own)
         return own
 
-    def _move(self, tail: Tail, x: Tensor, v: Tensor) -> None:
-        here, there = self.ahead[tail][:2]
-        self.ahead[tail] = self.ahead[tail][1:]
-        self.at[tail] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
+    def _advance(self, request: CompletionRequest, x: Tensor, v: Tensor) -> None:
+        here, there = self.ahead[request][:2]
+        self.ahead[request] = self.ahead[request][1:]
+        self.at[request] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
 
 
 @torch.no_grad()
 def complete(
-    field: VelocityField, trajectory: Trajectory, finish: Collection[Tail], micro_batch: int
-) -> dict[Tail, Float[Tensor, "n *latent"]]:
-    """Clean latents of states after the rollout, one row per holder.
+    field: VelocityField,
+    trajectory: Trajectory,
+    requests: Collection[CompletionRequest],
+    micro_batch: int,
+) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
+    """Clean latents of states after the rollout, one row per distinct state.
 
     For another velocity field than the rollout's: there are at most T sequential calls, and the
-    first velocity of every tail is evaluated too.
+    first velocity of every completion is evaluated too.
     """
-    tails = Tails(trajectory, finish)
-    nobody = trajectory.state(trajectory.num_steps, slice(0))
+    completion = BatchedCompletion(trajectory, requests)
+    no_states = trajectory.state(trajectory.num_steps, slice(0))
     for k in range(trajectory.num_steps):
-        for tail in finish:
-            if tail[0] == k:
-                tails.at[tail] = trajectory.held(k)
-        tails.step(field, k, nobody, torch.empty(0, dtype=torch.long), micro_batch)
-    return tails.at
+        for request in requests:
+            if request[0] == k:
+                completion.at[request] = trajectory.unique_states(k)
+        completion.step(field, k, no_states, torch.empty(0, dtype=torch.long), micro_batch)
+    return completion.at
 
 
 def velocity(
@@ -97,47 +111,55 @@ def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a credit method does with a trajectory of zeros."""
+class CreditRequirements:
+    """What a credit method needs of a rollout, found by running it on a trajectory of zeros."""
 
-    earned: StepCredit
-    valued: tuple[Tail, ...]
-    """The states that it wants valued."""
+    credit: StepCredit
+    """The credit of the zeros."""
+    requested: tuple[CompletionRequest, ...]
+    """The states whose values the method requests."""
     read: frozenset[int]
-    """The states that it looks at itself."""
+    """The states that the method reads itself."""
 
 
-def asked_states(credit: CreditEstimator, blank: Trajectory, how: Completion) -> Asked:
-    """What a credit method needs. ValueError where a trajectory such as `blank` has it not."""
-    asked: set[Tail] = set()
-    zeros = _Zeros(blank)
+def credit_requirements(
+    method: CreditEstimator, empty: Trajectory, how: Completion
+) -> CreditRequirements:
+    """What a credit method needs. ValueError where a trajectory such as `empty` lacks it."""
+    values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
+    credit = method(replace(empty, states=states), values)
+    requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
+    return CreditRequirements(credit, requested, frozenset(states.read))
 
-    class Valued(Values):
-        def __call__(self, ks: Sequence[int], how_these: Completion | None = None) -> Tensor:
-            for k in ks:
-                if not 0 <= k <= blank.num_steps:
-                    raise ValueError(
-                        f"{type(credit).__name__} asks for the value of state {k}; "
-                        f"there are states 0 to {blank.num_steps}"
-                    )
-            asked.update((k, how_these or how if k < blank.num_steps else how) for k in ks)
-            return torch.zeros(len(blank.logp), len(ks), 1)
 
-    earned = credit(replace(blank, states=zeros), Valued())
-    valued = tuple(sorted(asked, key=lambda tail: (tail[0], str(tail[1]))))
-    return Asked(earned, valued, frozenset(zeros.read))
+class _RecordedValues(ValueFunction):
+    """Values of 0, and a record of the states that they were requested for."""
+
+    def __init__(self, method: str, empty: Trajectory, how: Completion):
+        self.method, self.empty, self.how = method, empty, how
+        self.requested: set[CompletionRequest] = set()
+
+    def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
+        end = self.empty.num_steps
+        for k in ks:
+            if not 0 <= k <= end:
+                raise ValueError(
+                    f"{self.method} asks for the value of state {k}; there are states 0 to {end}"
+                )
+        self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
 
 
 class _Zeros(Mapping[int, Tensor]):
-    """States of a trajectory that was not drawn: all of them, and which of them were read."""
+    """States of a trajectory that was not drawn, and a record of those that were read."""
 
-    def __init__(self, blank: Trajectory):
-        self.blank = blank
+    def __init__(self, rows: SharedRows):
+        self.rows = rows
         self.read: set[int] = set()
 
     def __getitem__(self, k: int) -> Tensor:
         self.read.add(k)
-        return torch.zeros(len(self.blank.holders(k)), 1)
+        return torch.zeros(len(self.rows.unique_rows(k)), 1)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.read)

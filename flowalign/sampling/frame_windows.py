@@ -1,19 +1,19 @@
-"""Clip-level rollouts: the samples of a video prompt differ in one run of frames only.
+"""Frame windows: the samples of a video prompt differ in one run of latent frames only.
 
-Everything random outside the clip, the initial noise of these frames and the noise that every
+Everything random outside the window, the initial noise of these frames and the noise that every
 stochastic step adds to them, is drawn once for all samples of the prompt. What tells their rewards
-apart was then drawn inside the clip, so the group compares clips and not whole videos.
+apart was then drawn inside the window, so the group compares these frames and not whole videos.
 
 Each sample by itself is still a draw from the policy, and its transitions and log-probabilities are
 those of the whole latent. The shared noise e adds A_b e d(mean of these frames)/d(theta) / std to
 the gradient of sample b. Where the samples have equal means there, these terms sum to
 (sum of A_b) times one vector: nothing, for advantages that are centred in the group. They are
-exactly equal up to the first place where the frames inside the clip differ. After it attention
+exactly equal up to the first place where the frames inside the window differ. After it attention
 carries that difference outside, the means part, and a part that shrinks with that difference is
 left.
 
 Source: the clip-level rollouts of WorldCompass, arXiv:2602.09022. The paper's models are
-autoregressive: there the frames before the clip are one finished prefix, and none comes after it.
+autoregressive: there the frames before the window are one finished prefix, and none comes after it.
 Sharing noise is our version for models that denoise all frames together.
 """
 
@@ -27,16 +27,16 @@ from torch import Tensor
 from typing_extensions import override
 
 
-class Clip(ABC):
+class FrameWindow(ABC):
     """Chooses the latent frames in which the samples of a prompt differ."""
 
     @abstractmethod
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Latent frames within [0, num_frames). ValueError where the clip does not fit."""
+        """Latent frames within [0, num_frames). ValueError where the window does not fit."""
 
 
 @dataclass(frozen=True)
-class Fixed(Clip):
+class FixedFrames(FrameWindow):
     """Latent frames start, ..., stop - 1 for every prompt."""
 
     start: int
@@ -49,7 +49,7 @@ class Fixed(Clip):
 
 
 @dataclass(frozen=True)
-class Random(Clip):
+class RandomFrames(FrameWindow):
     """`length` consecutive latent frames, drawn for each prompt of each step."""
 
     length: int
@@ -63,25 +63,25 @@ class Random(Clip):
         return _inside(start, start + self.length, num_frames)
 
 
-def clips_of(
-    clip: Clip, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
+def frame_windows(
+    window: FrameWindow, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
 ) -> list[range]:
-    """The clip of each prompt. ValueError for pictures, and for frames that there are not."""
+    """The window of each prompt. ValueError for pictures, and for frames that do not exist."""
     if len(latent_shape) != 4:
         raise ValueError(
-            f"sampling.clip is about the frames of a video, but the latents of this policy have "
-            f"shape {tuple(latent_shape)}, not (channels, frames, height, width): set it to null"
+            "sampling.frame_window is about the frames of a video, but the latents of this policy "
+            f"have shape {tuple(latent_shape)}, not (channels, frames, height, width): set it to null"
         )
-    return [clip.frames(latent_shape[1], generator) for generator in generators]
+    return [window.frames(latent_shape[1], generator) for generator in generators]
 
 
 def shared_outside(
-    noise: Float[Tensor, "B *latent"], clips: Sequence[range]
+    noise: Float[Tensor, "B *latent"], windows: Sequence[range]
 ) -> Float[Tensor, "B *latent"]:
-    """Noise, prompt-major, whose frames outside each prompt's clip are those of its first row."""
-    parts = noise.clone().chunk(len(clips))
-    for part, clip in zip(parts, clips, strict=True):
-        outside = [frame for frame in range(noise.shape[2]) if frame not in clip]
+    """Noise, prompt-major, whose frames outside each prompt's window are those of its first row."""
+    parts = noise.clone().chunk(len(windows))
+    for part, window in zip(parts, windows, strict=True):
+        outside = [frame for frame in range(noise.shape[2]) if frame not in window]
         part[:, :, outside] = part[:1, :, outside]
     return torch.cat(parts)
 
@@ -89,6 +89,7 @@ def shared_outside(
 def _inside(start: int, stop: int, num_frames: int) -> range:
     if not 0 <= start < stop <= num_frames:
         raise ValueError(
-            f"sampling.clip [{start}, {stop}) lies outside the latent frames [0, {num_frames})"
+            f"sampling.frame_window [{start}, {stop}) lies outside the latent frames "
+            f"[0, {num_frames})"
         )
     return range(start, stop)

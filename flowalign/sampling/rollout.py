@@ -11,10 +11,10 @@ from torch import Tensor
 from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
 from flowalign.sampling.branching import Branching, Chain, Layout, layout
-from flowalign.sampling.completion import Tail, Tails, velocity
-from flowalign.sampling.frame_windows import Clip, clips_of, shared_outside
-from flowalign.sampling.sde_windows import AllButLast, Window
-from flowalign.types import Policy, Trajectory
+from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
+from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
+from flowalign.sampling.sde_windows import AllButLast, SDEWindow
+from flowalign.types import Policy, SharedRows, Trajectory
 
 Key = TypeVar("Key")
 
@@ -54,7 +54,7 @@ class Sampling:
     eta: float | list[float] = 0.7
     """Noise level inside the window, or one for each step; its meaning is the kernel's."""
     kernel: Kernel = field(default_factory=FlowSDE)
-    window: Window = field(default_factory=AllButLast)
+    sde_window: SDEWindow = field(default_factory=AllButLast)
     """The steps that are stochastic and trained."""
     seeds_per_prompt: int | None = None
     """Different initial noises among the samples of a prompt. None: each has its own, or one per
@@ -63,8 +63,8 @@ class Sampling:
     """How samples of one initial noise come apart."""
     merge: float | None = None
     """Make the one SDE step so long that exp(entropy per element) reaches this. E-GRPO: 2.2."""
-    clip: Clip | None = None
-    """For videos: the latent frames in which the samples of a prompt differ; null: in all."""
+    frame_window: FrameWindow | None = None
+    """The latent frames of a video in which the samples of a prompt differ. Null: all of them."""
     states: Storage = field(default_factory=Storage)
     """How the states are kept that training looks at."""
     micro_batch: int = 64
@@ -90,7 +90,7 @@ class Sampling:
         if self.merge is not None and len(steps) != 1:
             raise ValueError(
                 f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
-                "set it to null, or recipe.sampling.window to one of size 1"
+                "set it to null, or recipe.sampling.sde_window to one of size 1"
             )
         eta = torch.zeros(self.num_steps)
         eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
@@ -101,7 +101,7 @@ class Sampling:
 
     def num_starts(self, steps: Sequence[int]) -> int:
         """Different initial noises per prompt."""
-        return len(self.layout(steps).origin[:, 0].unique())
+        return len(self.layout(steps).rows.source_row[:, 0].unique())
 
 
 @torch.no_grad()
@@ -112,43 +112,44 @@ def sample(
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
     keep_means: bool = False,
-    finish: Collection[Tail] = (),
+    finish: Collection[CompletionRequest] = (),
     keep: Collection[int] | None = None,
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
     Each prompt has its own generator: how prompts are spread over processes changes no draw. The
-    states in `finish` are completed on the way: their tails take each step in one network call
-    with the trajectories, so that T calls in a row do, however many states are finished. Kept are
-    the states in `keep`, None: all; that changes no draw either.
+    states in `finish` are completed on the way: their completions take each step in one network
+    call with the trajectories, so that there are T calls, however many states are completed. Only
+    the states in `keep` are kept, all of them if it is None; that changes no draw either.
     """
     trajectory = _scheduled(policy, prompts, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
-    tails, means, x = Tails(trajectory, finish), {}, cfg.states.rounded(noise.start)
+    rows, x = trajectory.rows, cfg.states.rounded(noise.start)
+    completion, means = BatchedCompletion(trajectory, finish), {}
     states: dict[int, Tensor] = {}
 
     def put(k: int) -> None:
         if keep is None or k in keep:
-            states[k] = cfg.states.kept(x[trajectory.holders(k).to(x.device)])
+            states[k] = cfg.states.kept(rows.select(x, k))
 
     put(0)
     for k in range(cfg.num_steps):
-        rows, eta = trajectory.holders(k), trajectory.eta[:, k]
-        v = tails.step(policy, k, x[rows.to(x.device)], rows, cfg.micro_batch)
-        v = v[trajectory.places(k).to(x.device)]
-        distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        eta = trajectory.eta[:, k]
+        unique = rows.unique_rows(k)
+        v = completion.step(policy, k, rows.select(x, k), unique, cfg.micro_batch)
+        distribution = transition(cfg.kernel, x, rows.expand(v, k), trajectory.sigmas, k, eta)
         x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
-        x = cfg.states.rounded(x[trajectory.origin[:, k + 1].to(x.device)])
+        x = cfg.states.rounded(rows.share(x, k + 1))
         logp = log_density(cfg.kernel, x, distribution)
         trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
         if keep_means and k in steps:
             means[k] = cfg.states.placed(distribution.mean)
         put(k + 1)
-    finished = {tail: cfg.states.placed(x) for tail, x in tails.at.items()}
+    finished = {request: cfg.states.placed(x) for request, x in completion.at.items()}
     return replace(trajectory, states=states, means=means, finished=finished)
 
 
-def blank(
+def empty_trajectory(
     cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
     """Trajectories before they are drawn, without states, on the device of the schedule."""
@@ -162,16 +163,16 @@ def blank(
         cond={},
         prompts=[prompt for prompt in prompts for _ in range(group)],
         group_size=group,
-        origin=torch.cat([one.origin + p * group for p in range(len(prompts))]),
+        rows=one.rows.repeat(len(prompts)),
     )
 
 
-def joined(parts: Sequence[Trajectory]) -> Trajectory:
+def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
     """The samples of several trajectories of one schedule, one after another.
 
-    These give up states, means and what was completed, one key after the other: none is held twice.
+    The parts give up their states, means and completions one key after the other, so that no
+    tensor is held twice.
     """
-    starts = torch.tensor([len(part.origin) for part in parts]).cumsum(0).tolist()
     first = parts[0]
     return replace(
         first,
@@ -180,9 +181,7 @@ def joined(parts: Sequence[Trajectory]) -> Trajectory:
         eta=torch.cat([part.eta for part in parts]),
         cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
         prompts=[prompt for part in parts for prompt in part.prompts],
-        origin=torch.cat(
-            [part.origin + start for part, start in zip(parts, [0, *starts], strict=False)]
-        ),
+        rows=SharedRows.concat([part.rows for part in parts]),
         means=_taken([part.means for part in parts]),
         finished=_taken([part.finished for part in parts]),
     )
@@ -220,7 +219,7 @@ def _scheduled(
 ) -> Trajectory:
     """Blank trajectories of encoded prompts on the policy's schedule, one step of it longer where
     steps are merged."""
-    trajectory = blank(cfg, steps, prompts, policy.schedule(cfg.num_steps))
+    trajectory = empty_trajectory(cfg, steps, prompts, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
         eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
@@ -242,20 +241,21 @@ class _Noise:
         x = torch.cat([policy.noise(cfg.num_starts(steps), generator) for generator in generators])
         self.branching, self.trajectory, self.generators = cfg.branching, trajectory, generators
         self.shape, self.device = (cfg.samples_per_prompt, *x.shape[1:]), x.device
-        self.clips = clips_of(cfg.clip, x.shape[1:], generators) if cfg.clip else []
-        self.start: Tensor = self._shared(x)[trajectory.places(0).to(x.device)]
+        window = cfg.frame_window
+        self.windows = frame_windows(window, x.shape[1:], generators) if window else []
+        self.start: Tensor = trajectory.rows.expand(self._shared(x), 0)
         """State 0 of every sample."""
 
     def of(self, k: int) -> Float[Tensor, "B *latent"]:
         """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
-        noise, spread = self._drawn(), self.branching.spread
-        if spread is not None:
-            common = self._drawn()[self.trajectory.origin[:, k]]
-            noise = (common + spread * noise) / (1 + spread**2) ** 0.5
+        noise, scale = self._drawn(), self.branching.sibling_noise_scale
+        if scale is not None:
+            common = self.trajectory.rows.share(self._drawn(), k)
+            noise = (common + scale * noise) / (1 + scale**2) ** 0.5
         return self._shared(noise).to(self.device)
 
     def _drawn(self) -> Tensor:
         return torch.cat([torch.randn(self.shape, generator=g) for g in self.generators])
 
     def _shared(self, noise: Tensor) -> Tensor:
-        return shared_outside(noise, self.clips) if self.clips else noise
+        return shared_outside(noise, self.windows) if self.windows else noise

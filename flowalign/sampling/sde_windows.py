@@ -7,7 +7,7 @@ import torch
 from typing_extensions import override
 
 
-class Window(ABC):
+class SDEWindow(ABC):
     """Chooses the SDE steps of an iteration; all other steps are ODE steps."""
 
     @abstractmethod
@@ -16,7 +16,7 @@ class Window(ABC):
 
 
 @dataclass(frozen=True)
-class AllButLast(Window):
+class AllButLast(SDEWindow):
     """Every step but the last, whose noise would reach the picture.
 
     Source: Flow-GRPO, arXiv:2505.05470v5.
@@ -29,7 +29,7 @@ class AllButLast(Window):
 
 
 @dataclass(frozen=True)
-class Fixed(Window):
+class Fixed(SDEWindow):
     """Steps start, ..., stop - 1."""
 
     start: int
@@ -42,7 +42,7 @@ class Fixed(Window):
 
 
 @dataclass(frozen=True)
-class Random(Window):
+class Random(SDEWindow):
     """`size` consecutive steps starting at a uniform draw from [low, high).
 
     Source: Flow-GRPO-Fast (code of arXiv:2505.05470): size 2 or 3, start in the first half.
@@ -68,7 +68,7 @@ class Random(Window):
 
 
 @dataclass(frozen=True)
-class RandomSubset(Window):
+class RandomSubset(SDEWindow):
     """A random `share` of all steps but the last. Source: DanceGRPO, arXiv:2505.07818v4, 0.6."""
 
     share: float = 0.6
@@ -85,7 +85,7 @@ class RandomSubset(Window):
 
 
 @dataclass(frozen=True)
-class Sliding(Window):
+class Sliding(SDEWindow):
     """`size` steps that move by `stride` every `every` iterations and stop at the schedule's end.
 
     Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows
@@ -109,7 +109,7 @@ class Sliding(Window):
 
 
 @dataclass(frozen=True)
-class Geometric(Window):
+class Geometric(SDEWindow):
     """`size` consecutive steps, starting at i with probability proportional to ratio^i.
 
     Source: TreeGRPO, arXiv:2512.08153, size 3 and ratio 0.5.
@@ -130,7 +130,7 @@ class Geometric(Window):
 
 
 @dataclass(frozen=True)
-class Backward(Window):
+class Backward(SDEWindow):
     """The last steps, `first` of them in the beginning and one more every `every` iterations.
 
     The very last step, whose noise would reach the picture, is counted but stays an ODE step.

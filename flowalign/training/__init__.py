@@ -1,1 +1,29 @@
-"""TODO room."""
+"""Training: what updates a policy. Each kind of training is a folder with a recipe and a loop.
+
+A recipe is named in a run file and opens a loop; learner, references, averages, checkpoints,
+evaluation and checks are shared by all of them.
+"""
+
+from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.ema import EMA
+from flowalign.training.evaluate import Evaluation
+from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from flowalign.training.matching import Matching
+from flowalign.training.policy_gradient import PolicyGradient
+from flowalign.training.recipe import Loop, MemoryPart, Recipe, RecipePlan, RunContext
+
+__all__ = [
+    "EMA",
+    "Checkpoints",
+    "Evaluation",
+    "Learner",
+    "Loop",
+    "Matching",
+    "MemoryPart",
+    "Optimizer",
+    "PolicyGradient",
+    "Recipe",
+    "RecipePlan",
+    "RunContext",
+    "TrainingFailure",
+]

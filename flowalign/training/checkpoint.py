@@ -52,16 +52,16 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
         OSError: the disk is full or not writable; earlier checkpoints are untouched.
     """
     final = root / f"{_PREFIX}{step:06d}"
-    aside = root / f".{final.name}.tmp"
-    shutil.rmtree(aside, ignore_errors=True)
-    (aside / "state").mkdir(parents=True)
+    partial = root / f".{final.name}.tmp"
+    shutil.rmtree(partial, ignore_errors=True)
+    (partial / "state").mkdir(parents=True)
     try:
-        learner.policy.save_weights(str(aside))
+        learner.policy.save_weights(str(partial))
         if learner.ema:
-            (aside / "ema").mkdir()
+            (partial / "ema").mkdir()
             with learner.ema.applied():
-                learner.policy.save_weights(str(aside / "ema"))
-        save_file(_tensors(learner), aside / "state" / "training.safetensors")
+                learner.policy.save_weights(str(partial / "ema"))
+        save_file(_tensors(learner), partial / "state" / "training.safetensors")
         counters: dict[str, Any] = {
             "step": step,
             "num_updates": learner.num_updates,
@@ -69,29 +69,29 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             "skipped_in_a_row": learner.skipped_in_a_row,
         }
         counters["average_updates"] = {n: a.num_updates for n, a in learner.averages.items()}
-        counters |= {"carried": learner.carried, "scaler": learner.scaler.state_dict()}
-        (aside / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
-        (aside / "config.yaml").write_text(config)
+        counters["scaler"] = learner.scaler.state_dict()
+        (partial / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
+        (partial / "config.yaml").write_text(config)
         sizes = {
-            str(f.relative_to(aside)): f.stat().st_size for f in aside.rglob("*") if f.is_file()
+            str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()
         }
-        (aside / "manifest.json").write_text(json.dumps(sizes, indent=1))
-        _put_in_place(aside, final)
+        (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
+        _put_in_place(partial, final)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
     return final
 
 
-def _put_in_place(aside: Path, final: Path) -> None:
+def _put_in_place(partial: Path, final: Path) -> None:
     """Rename; a checkpoint of the same step stays until the new one has its name."""
-    old = aside.with_suffix(".old")
+    old = partial.with_suffix(".old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
         os.replace(final, old)
     try:
-        os.replace(aside, final)
+        os.replace(partial, final)
     except OSError:
         if old.exists():
             os.replace(old, final)
@@ -184,5 +184,5 @@ def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, 
     groups = learner.optimizer.state_dict()["param_groups"]
     learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
     learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
-    for name in ("carried", "num_updates", "num_skipped", "skipped_in_a_row"):
+    for name in ("num_updates", "num_skipped", "skipped_in_a_row"):
         setattr(learner, name, loop[name])

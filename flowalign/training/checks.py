@@ -1,7 +1,7 @@
-"""TODO module docstring."""
+"""Checks of every kind of training that run by themselves after the first updates."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 import torch
@@ -11,43 +11,44 @@ from flowalign.training.learner import Learner, TrainingFailure
 OnFailure = Literal["raise", "warn"]
 
 
-class Weights:
-    """What every kind of training is checked for after the first two steps with an update."""
+class WeightChecks:
+    """Checks weights after the first two steps with an update, in every kind of training."""
 
-    def __init__(self, learner: Learner, on_failure: OnFailure):
-        self.learner, self.on_failure = learner, on_failure
+    def __init__(self, learner: Learner, on_failure: OnFailure, log: Callable[[str], None]):
+        self.learner, self.on_failure, self.log = learner, on_failure, log
         self.start = {name: p.cpu() for name, p in learner.snapshot()}
         self.seen = 0
         self.made = learner.num_updates - learner.num_skipped
         self.found: dict[str, float] = {}
 
     def after_update(self) -> bool:
-        """Weights moved, ranks agree; whether this was one of the two steps."""
+        """Check that weights moved and ranks agree. True if this was one of the two steps."""
         made = self.learner.num_updates - self.learner.num_skipped
         if self.seen == 2 or made == self.made:
             return False
         self.seen, self.made = self.seen + 1, made
         self._moved()
-        spread = self.learner.processes.spread(self.learner.parameters)
-        self.found["check/rank_spread"] = spread
-        if spread != 0:
+        difference = self.learner.processes.max_rank_difference(self.learner.parameters)
+        self.found["check/max_rank_difference"] = difference
+        if difference != 0:
             self.fail(
-                f"after an update the ranks hold different weights (sums differ by {spread:.1e})."
+                "after an update the ranks hold different weights "
+                f"(sums differ by {difference:.1e})."
             )
         if self.seen == 2:
             self.start.clear()
         return True
 
     def metrics(self) -> dict[str, float]:
-        """What was measured since the last call."""
+        """Measurements since the last call."""
         found, self.found = self.found, {}
         return found
 
     def fail(self, message: str) -> None:
-        """Stop the run, or note it."""
+        """Stop the run, or log the message."""
         if self.on_failure == "raise":
             raise TrainingFailure(f"{message}\n(on_failed_check: warn goes on regardless)")
-        self.learner.notes.append(message)
+        self.log(message)
 
     def _moved(self) -> None:
         now = {name: p.detach().cpu() for name, p in self.learner.named.items()}

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowalign.data.prompts import read_prompts
 from flowalign.distributed.processes import Processes
 from flowalign.media.encode import write_clip
-from flowalign.media.grids import write_grid
+from flowalign.media.image_grid import write_grid
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
@@ -78,9 +78,12 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     items = cfg.items()
     mine = list(processes.share(range(len(items))))
     latents = generate(
-        policy, [items[i][1] for i in mine], cfg.num_steps,
-        [generator(cfg.seed, "evaluation", i) for i in mine], cfg.micro_batch,
-    )  # fmt: skip
+        policy,
+        [items[i][1] for i in mine],
+        cfg.num_steps,
+        [generator(cfg.seed, "evaluation", i) for i in mine],
+        cfg.micro_batch,
+    )
     prompts, order = [items[i][1] for i in mine], {text: n for n, (_, text) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}

@@ -1,4 +1,4 @@
-"""What changes during training: parameters, optimizer, EMA, and the guards around an update."""
+"""The learner: parameters, optimizer and averages, and the guards around an update."""
 
 import math
 from collections.abc import Iterator
@@ -50,23 +50,28 @@ class Optimizer:
 
 
 class Learner:
-    """Owns everything that a checkpoint must restore."""
+    """Updates the weights of a policy, and owns everything of it that a checkpoint restores."""
 
     def __init__(
-        self, policy: Policy, cfg: Optimizer, processes: Processes, total_updates: int,
+        self,
+        policy: Policy,
+        cfg: Optimizer,
+        processes: Processes,
+        total_updates: int,
         ema: tuple[float, int] | None = None,
-    ):  # fmt: skip
+    ):
         self.policy, self.cfg, self.processes = policy, cfg, processes
         self.total_updates = total_updates
         self.reference: VelocityField = reference_for(policy)
-        self.expert: VelocityField | None = None
-        """Whose velocities are imitated, where a recipe has one."""
         self.named = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
         self.parameters: list[nn.Parameter] = list(self.named.values())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=cfg.learning_rate, weight_decay=cfg.weight_decay,
-            betas=cfg.betas, eps=cfg.eps,
-        )  # fmt: skip
+            self.parameters,
+            lr=cfg.learning_rate,
+            weight_decay=cfg.weight_decay,
+            betas=cfg.betas,
+            eps=cfg.eps,
+        )
         self.averages: dict[str, EMA] = {"ema": EMA(self.parameters, *ema)} if ema else {}
         self.scaler = torch.amp.GradScaler(
             processes.device.type, enabled=policy.precision == "fp16"
@@ -74,10 +79,6 @@ class Learner:
         self.scaler.scale(
             torch.zeros(1, device=processes.device)
         )  # a rank may have no loss at first
-        self.notes: list[str] = []
-        """What a person should read; whoever runs the loop shows and empties it."""
-        self.carried: dict[str, float] = {}
-        """Numbers that losses carry from update to update."""
         self.num_updates = 0
         self.num_skipped = 0
         self.skipped_in_a_row = 0

@@ -38,7 +38,7 @@ class FrozenCopy(VelocityField):
         return self.policy.velocity(x, sigma, cond)
 
 
-class Swapped(VelocityField):
+class WeightOverride(VelocityField):
     """The policy with other values of its trained parameters, which are put back at once.
 
     Evaluate it before the policy: values written in place are no longer those of its graph.
@@ -69,8 +69,8 @@ def unguided(field: VelocityField) -> VelocityField:
     return inner
 
 
-def _around(field: VelocityField) -> AdapterOff | FrozenCopy | Swapped:
-    assert isinstance(field, AdapterOff | FrozenCopy | Swapped)
+def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride:
+    assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride)
     return field
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary of flowalign: axes, values passed between stages, and plug-in interfaces.
+"""The values that pass between stages and the interfaces of plug-ins; import them from here.
 
 Axes, used in every annotation of the package:
 
@@ -12,8 +12,16 @@ x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = n
 `k` is always an index and `sigma` always a time.
 """
 
-from flowalign.types.credit import CreditEstimator, StepCredit, Values
-from flowalign.types.matching import Errors, Examples, Known, MatchingLoss, Traits
+from flowalign.types.credit import CreditEstimator, StepCredit, ValueFunction
+from flowalign.types.matching import (
+    ALONE,
+    Examples,
+    Label,
+    LossContext,
+    MatchingLoss,
+    Requirements,
+    Residuals,
+)
 from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, VelocityField
 from flowalign.types.reward import (
     Backbone,
@@ -26,19 +34,21 @@ from flowalign.types.reward import (
     RewardOutput,
     RewardSpec,
 )
-from flowalign.types.trajectory import Cond, Trajectory
+from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import Minibatch, PolicyLoss
 
 __all__ = [
+    "ALONE",
     "Backbone",
     "Cond",
     "CreditEstimator",
-    "Errors",
+    "Residuals",
     "Examples",
     "Head",
     "HeadNetwork",
-    "Known",
+    "Label",
     "Loadable",
+    "LossContext",
     "MatchingLoss",
     "MediaBatch",
     "Minibatch",
@@ -52,8 +62,9 @@ __all__ = [
     "RewardSpec",
     "Saving",
     "StepCredit",
-    "Traits",
+    "Requirements",
+    "SharedRows",
     "Trajectory",
-    "Values",
+    "ValueFunction",
     "VelocityField",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.types.trajectory import Trajectory
 
 
@@ -26,7 +26,7 @@ class StepCredit:
     """Transitions that the method singles out, such as turning points; for pictures only."""
 
 
-class Values(ABC):
+class ValueFunction(ABC):
     """The one oracle of credit methods, and all that costs them anything."""
 
     @abstractmethod
@@ -41,5 +41,5 @@ class CreditEstimator(ABC):
     """Turns state values into per-transition credit. Implementations: `flowalign/credit/`."""
 
     @abstractmethod
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Credit every transition of every sample."""

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-Known = Literal["labels", "segments", "masks"]
+Label = Literal["labels", "segments", "masks"]
 """What data may know beside media and prompts, and some losses cannot do without."""
 
 
@@ -44,14 +44,10 @@ class Examples:
     """Conditioning of the expert whose velocity each row is matched to; None: noise - latents."""
     users: Sequence[str] = ()
     """Who judged each row, for policies that answer to users; empty where nobody is known."""
-    typical_margin: float = 0.0
-    """Running mean of |(l_w - r_w) - (l_l - r_l)|; 0 before the first update."""
-    gather: Callable[[Tensor], Tensor] = torch.Tensor.detach
-    """Concatenation over processes, without gradient."""
 
 
 @dataclass(frozen=True)
-class Errors:
+class Residuals:
     """What the networks miss of the target, prediction - target, in the recipe's space."""
 
     policy: Float[Tensor, "n *latent"]
@@ -66,8 +62,22 @@ class Errors:
         return self.reference
 
 
+@dataclass(frozen=True)
+class LossContext:
+    """What a loss may know beside its minibatch."""
+
+    typical_margin: float = 0.0
+    """Running mean of |(l_w - r_w) - (l_l - r_l)|; 0 before the first update."""
+    gather: Callable[[Tensor], Tensor] = torch.Tensor.detach
+    """Concatenates a tensor over processes, without gradient."""
+
+
+ALONE = LossContext()
+"""The context of a single process before its first update."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Traits:
+class Requirements:
     """What a loss asks of the loop and of the data."""
 
     reference: bool = True
@@ -76,7 +86,7 @@ class Traits:
     """Rows must be pairs; other losses take the rows of pairs as samples."""
     whole_batch: bool = False
     """A minibatch must be all of a process's batch, because rows are compared."""
-    needs: Set[Known] = frozenset()
+    requires: Set[Label] = frozenset()
     """What it cannot do without: other data are refused, samples without a label left out."""
     at_start: float | None = None
     """The loss while policy and reference are equal and weights are 1; None: any value."""
@@ -87,9 +97,11 @@ class MatchingLoss(ABC):
 
     @property
     @abstractmethod
-    def traits(self) -> Traits:
+    def requirements(self) -> Requirements:
         """What it asks for."""
 
     @abstractmethod
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Mean loss over pairs (of unpaired losses, rows), and detached scalars for the log."""

@@ -41,14 +41,31 @@ class MediaBatch:
         """The given samples, in that order; neighbours share the memory of this batch."""
         return MediaBatch(
             _rows(self.media, rows),
-            _pick(self.prompts, rows), _pick(self.metadata, rows), _pick(self.fps, rows),
-            _pick(self.references, rows), _pick(self.groups, rows),
-        )  # fmt: skip
+            _pick(self.prompts, rows),
+            _pick(self.metadata, rows),
+            _pick(self.fps, rows),
+            _pick(self.references, rows),
+            _pick(self.groups, rows),
+        )
 
     def chunks(self, size: int) -> list["MediaBatch"]:
         """The same samples in batches of at most `size`."""
         starts = range(0, len(self), size)
         return [self.take(range(i, min(i + size, len(self)))) for i in starts]
+
+    @staticmethod
+    def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
+        """The samples of several batches, one after another."""
+        if len(batches) == 1:
+            return batches[0]
+        return MediaBatch(
+            torch.cat([b.media for b in batches]),
+            [p for b in batches for p in b.prompts],
+            [m for b in batches for m in b.metadata],
+            [f for b in batches for f in b.fps],
+            [r for b in batches for r in b.references],
+            [g for b in batches for g in b.groups],
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +160,31 @@ class RewardOutput:
             uncertainty = uncertainty.float().cpu().masked_fill(~valid, torch.nan)
         values = values.masked_fill(~valid, torch.nan)
         return RewardOutput(values, valid, failed, uncertainty, extras)
+
+    @staticmethod
+    def concat(outputs: Sequence["RewardOutput"]) -> "RewardOutput":
+        """The samples of several outputs of one model, one after another, without extras."""
+        reasons, start = {}, 0
+        for output in outputs:
+            reasons |= {start + i: why for i, why in output.reasons.items()}
+            start += len(output.values)
+        return RewardOutput(
+            torch.cat([output.values for output in outputs]),
+            torch.cat([output.valid for output in outputs]),
+            reasons,
+        )
+
+    def slice(self, start: int, stop: int) -> "RewardOutput":
+        """Samples start to stop - 1."""
+        reasons = {i - start: why for i, why in self.reasons.items() if start <= i < stop}
+        std = self.uncertainty
+        return RewardOutput(
+            self.values[start:stop],
+            self.valid[start:stop],
+            reasons,
+            None if std is None else std[start:stop],
+            self.extras[start:stop],
+        )
 
 
 class RewardModel(ABC):

@@ -1,4 +1,4 @@
-"""What the old policy did: trajectories, with those of their states that someone will look at."""
+"""Trajectories: what the old policy sampled, and which samples share which states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,11 +7,64 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import Kernel
 
 Cond = Mapping[str, Tensor]
 """Text conditioning as a policy understands it. Every tensor has a leading sample axis."""
+
+
+@dataclass(frozen=True)
+class SharedRows:
+    """Which samples share which states, so that a shared state is computed and stored once.
+
+    Samples of a tree are one row until they split: state k of sample b was computed by sample
+    `source_row[b, k]`, and samples with equal entries share that state and every earlier one.
+    Tensors of shared rows may live on any device; the indices stay on the CPU.
+    """
+
+    source_row: Int[Tensor, "B S"]
+
+    def __len__(self) -> int:
+        """The number of samples."""
+        return len(self.source_row)
+
+    def unique_rows(self, k: int) -> Int[Tensor, "n"]:
+        """Indices of the distinct rows of state k; samples that share a prefix share a row."""
+        source = self.source_row[:, k]
+        return (source == torch.arange(len(source))).nonzero().flatten()
+
+    def row_index(self, k: int) -> Int[Tensor, "B"]:
+        """Where in `unique_rows(k)` each sample finds its state k."""
+        return torch.searchsorted(self.unique_rows(k), self.source_row[:, k].contiguous())
+
+    def select(self, x: Float[Tensor, "B *rest"], k: int) -> Float[Tensor, "n *rest"]:
+        """The distinct rows of state k, given one row per sample."""
+        return x[self.unique_rows(k).to(x.device)]
+
+    def expand(self, x: Float[Tensor, "n *rest"], k: int) -> Float[Tensor, "B *rest"]:
+        """One row per sample, given the distinct rows of state k."""
+        return x[self.row_index(k).to(x.device)]
+
+    def share(self, x: Float[Tensor, "B *rest"], k: int) -> Float[Tensor, "B *rest"]:
+        """Give every sample the row of the sample that computed its state k."""
+        return x[self.source_row[:, k].to(x.device)]
+
+    @property
+    def owned(self) -> Bool[Tensor, "B T"]:
+        """True where a sample made its transition itself, instead of sharing another's."""
+        return self.source_row[:, 1:] == torch.arange(len(self.source_row))[:, None]
+
+    def repeat(self, copies: int) -> "SharedRows":
+        """The same arrangement several times, one after another, sharing nothing."""
+        return SharedRows.concat([self] * copies)
+
+    @staticmethod
+    def concat(parts: Sequence["SharedRows"]) -> "SharedRows":
+        """The samples of several arrangements, one after another."""
+        starts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
+        shifted = [part.source_row + start for part, start in zip(parts, starts, strict=True)]
+        return SharedRows(torch.cat(shifted))
 
 
 @dataclass(frozen=True)
@@ -21,8 +74,8 @@ class Trajectory:
     logp: Float[Tensor, "B T"]
     """log pi_old(x_{k+1} | x_k), averaged over latent elements; 0 on deterministic steps."""
     states: Mapping[int, Float[Tensor, "_ *latent"]]
-    """The kept states by index, one row per holder, in the dtype that logp was computed from.
-    `state` and `held` read them."""
+    """The kept states by index, one row per distinct state, in the dtype that logp was computed
+    from. `state` and `unique_states` read them."""
     sigmas: Float[Tensor, "T+1"]
     eta: Float[Tensor, "B T"]
     """Noise level of each transition. 0 marks an ODE step, which carries no gradient."""
@@ -33,15 +86,15 @@ class Trajectory:
     prompts: Sequence[str]
     """One per sample."""
     group_size: int
-    origin: Int[Tensor, "B T+1"]
-    """Which sample computed state k of sample b. Samples of a tree share states: equal entries are
-    one state, and they share every earlier one too."""
+    rows: SharedRows
+    """Which samples share which states."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step, where a loss asked for them."""
     finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(
         default_factory=dict
     )
-    """What the ODE makes of state k, one row per holder of it, where credit asks for its value."""
+    """Clean latents of the states that were completed during the rollout, one row per distinct
+    state."""
 
     @property
     def num_steps(self) -> int:
@@ -50,11 +103,11 @@ class Trajectory:
 
     @property
     def device(self) -> torch.device:
-        """Where the policy computes; states may be kept elsewhere."""
+        """The device of the policy; states may be kept elsewhere."""
         return self.logp.device
 
-    def held(self, k: int) -> Float[Tensor, "n *latent"]:
-        """State k in float32, one row per holder. ValueError where it was not kept."""
+    def unique_states(self, k: int) -> Float[Tensor, "n *latent"]:
+        """State k in float32, one row per distinct state. ValueError where it was not kept."""
         return self._kept(k).to(self.device).float()
 
     def state(
@@ -62,29 +115,19 @@ class Trajectory:
     ) -> Float[Tensor, "n *latent"]:
         """State k of the given samples in float32. ValueError where it was not kept."""
         kept = self._kept(k)
-        rows = self.places(k)[samples]
-        return kept[rows.to(kept.device)].to(self.device).float()
+        index = self.rows.row_index(k)[samples]
+        return kept[index.to(kept.device)].to(self.device).float()
 
     def mean(self, k: int, samples: Int[Tensor, "n"]) -> Float[Tensor, "n *latent"] | None:
-        """Mean of transition k of the given samples; None where no loss asked for means."""
+        """Mean of transition k of the given samples, or None where no loss asked for means."""
         if k not in self.means:
             return None
         return self.means[k][samples.to(self.means[k].device)].to(self.device)
 
-    def holders(self, k: int) -> Int[Tensor, "n"]:
-        """The samples that computed a state k: one per distinct state."""
-        origin = self.origin[:, k]
-        return (origin == torch.arange(len(origin))).nonzero().flatten()
-
-    def places(self, k: int) -> Int[Tensor, "B"]:
-        """Where in `holders(k)` each sample finds its state k."""
-        return torch.searchsorted(self.holders(k), self.origin[:, k].contiguous())
-
     @property
     def trained(self) -> Bool[Tensor, "B T"]:
         """Stochastic transitions; one that samples share is True for a single one of them."""
-        own = self.origin[:, 1:] == torch.arange(len(self.origin))[:, None]
-        return own & (self.eta > 0).cpu()
+        return self.rows.owned & (self.eta > 0).cpu()
 
     def _kept(self, k: int) -> Float[Tensor, "n *latent"]:
         if k not in self.states:

@@ -1,4 +1,4 @@
-"""What a run says while it goes: a bar on a terminal, plain lines in a log file."""
+"""Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -22,21 +22,26 @@ _HEALTH = {
     "throughput": "{:.1f} images/s",
     "pairs_per_second": "{:.1f} pairs/s",
 }
-"""Metrics and how they are told."""
+"""Metrics that are shown with each step, and their formats."""
 _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Progress:
-    """Shows how far a run is; a context manager.
+    """Shows how far a run is; use it as a context manager.
 
     Where the output is not a terminal, a plain line appears at most every 5 seconds, and one for
     the last step. With `enabled=False` (all ranks but the main one) nothing is written.
     """
 
     def __init__(
-        self, total_steps: int, first_step: int = 0, *, enabled: bool = True,
-        console: Console | None = None, clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        *,
+        enabled: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._console = (console or Console()) if enabled else Console(quiet=True)
         self._total, self._first, self._clock = total_steps, first_step, clock
         self._start = clock()
@@ -97,7 +102,7 @@ def table(
 
 
 def describe(metrics: Mapping[str, float | int]) -> str:
-    """The few metrics that tell whether a run is healthy; those not measured are left out."""
+    """Format the few metrics that tell if a run is healthy; those not measured are left out."""
     clipped = [metrics[name] for name in ("clip_frac_high", "clip_frac_low") if name in metrics]
     known = {**metrics, "clipped": sum(clipped)} if clipped else metrics
     if "ratio_std" in known:
@@ -106,7 +111,7 @@ def describe(metrics: Mapping[str, float | int]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds, the leading zeros left out."""
+    """Format seconds as hours, minutes and seconds, without leading zeros."""
     minutes, rest = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,4 +1,4 @@
-"""What a run has spent: network evaluations, decodes, reward calls, counted as they happen."""
+"""Count what a run spends: network evaluations, decodes and reward calls."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,22 +10,25 @@ from torch import Tensor, nn
 
 @dataclass
 class Costs:
-    """One network evaluation is one latent through the denoiser once; guidance makes it two."""
+    """Counts the costs of a run as they happen.
+
+    One network evaluation is one latent through the denoiser once; guidance makes it two.
+    """
 
     sampling_evaluations: int = 0
-    """Without gradient: rollouts, completions, references and checks."""
+    """Evaluations without gradient: rollouts, completions, references and checks."""
     training_evaluations: int = 0
-    """With gradient, each followed by a backward pass."""
+    """Evaluations with gradient, each followed by a backward pass."""
     decodes: int = 0
     reward_calls: int = 0
-    """Media scored, once per reward model."""
+    """Number of media scored, once per reward model."""
 
     @property
     def network_evaluations(self) -> int:
-        """All evaluations of the denoiser."""
+        """Return all evaluations of the denoiser."""
         return self.sampling_evaluations + self.training_evaluations
 
-    def watch(self, denoiser: nn.Module) -> None:
+    def count(self, denoiser: nn.Module) -> None:
         """Count every sample that goes through this module from now on."""
 
         def count(_: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -40,8 +43,8 @@ class Costs:
         denoiser.register_forward_pre_hook(count, with_kwargs=True)
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
-        """Evaluation between steps is not part of what training costs."""
+    def paused(self) -> Iterator[None]:
+        """Discard what is counted within: evaluation between steps is no cost of training."""
         kept = {f.name: getattr(self, f.name) for f in fields(self)}
         try:
             yield

@@ -1,5 +1,5 @@
-"""What the user can correct."""
+"""Define errors that the user can correct."""
 
 
 class ConfigError(ValueError):
-    """A run file, an option or an override that cannot be used: which value, what is allowed."""
+    """Names a run file, option or override that cannot be used, and what is allowed."""

@@ -1,4 +1,4 @@
-"""Where files that come with the package lie, and how files are written."""
+"""Locate files that come with the package, and write files atomically."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def bundled(path: str) -> str:
-    """The path where it exists; else, for `assets/...` and `configs/...`, the package's copy."""
+    """Return the path if it exists, else the package's copy of `assets/...` or `configs/...`."""
     if os.path.exists(path) or not path.startswith(("assets/", "configs/")):
         return path
     here = Path(__file__).parents[1]
@@ -19,17 +19,18 @@ def bundled(path: str) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write aside and rename, so that a reader never finds half a file."""
-    with aside(path) as partial:
+    """Write to a temporary file and rename it, so that a reader never finds half a file."""
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager
-def aside(path: Path, alone: bool = False) -> Iterator[Path]:
-    """A file or folder to write to, which is renamed to `path` at the end; removed on failure.
+def atomic_write(path: Path, alone: bool = False) -> Iterator[Path]:
+    """Yield a temporary file or folder, renamed to `path` at the end and removed on failure.
 
-    Its name holds the process's number: of several that write the same, the last one stays. Where
-    nobody else writes it, `alone`, it has no number, and the next run overwrites what a kill left.
+    Its name holds the process id: if several processes write the same path, the last one wins. With
+    `alone`, for paths that no other process writes, it has no id, and the next run overwrites what
+    a kill left.
     """
     partial = path.with_name(f".{path.name}{'' if alone else f'.{os.getpid()}'}.tmp")
     try:

@@ -1,4 +1,4 @@
-"""What decided the files of a folder, so that the same command goes on there and others do not."""
+"""Record the settings that decide the files of a folder, so that only the same command resumes."""
 
 import json
 from collections.abc import Mapping
@@ -9,17 +9,17 @@ from flowalign.utils.files import write_text
 
 
 def agree(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
-    """Write what decides the files, or compare it with what an earlier run has written.
+    """Write the settings that decide the files, or compare them with those of an earlier run.
 
     Raises:
-        ValueError: naming what differs; `maker` is who fills such a folder.
+        ValueError: naming what differs; `maker` is the command that fills such a folder.
     """
     compare(manifest, settings, maker)
     write_text(manifest, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 def compare(manifest: Path, settings: Mapping[str, Any], maker: str) -> None:
-    """Refuse a folder that was made with other settings, or that holds something else."""
+    """Reject a folder that was made with other settings, or that holds something else."""
     folder = manifest.parent
     if not manifest.exists():
         found = {path.name for path in folder.glob("*") if path.is_file()}

@@ -1,6 +1,6 @@
-"""Randomness without state: every draw is a pure function of the run's seed and of what it is for.
+"""Make randomness stateless: each draw is a pure function of the run's seed and its purpose.
 
-That is what makes a resumed run, and a run on more processes, draw the same numbers.
+A resumed run, and a run on more processes, therefore draw the same numbers.
 """
 
 import hashlib
@@ -9,7 +9,7 @@ import torch
 
 
 def generator(seed: int, purpose: str, *index: int) -> torch.Generator:
-    """A CPU generator for one purpose, for example ("noise", step, prompt)."""
+    """Return a CPU generator for one purpose, for example ("noise", step, prompt)."""
     key = ":".join([str(seed), purpose, *map(str, index)])
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

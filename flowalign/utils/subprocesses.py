@@ -1,4 +1,4 @@
-"""Commands side by side, each with its own log file."""
+"""Run commands side by side, each with its own log file."""
 
 import signal
 import subprocess
@@ -15,17 +15,17 @@ _SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(frozen=True)
 class Job:
-    """A command, and where its output goes."""
+    """Describes a command, and where its output goes."""
 
     name: str
     command: Sequence[str]
     log: Path
 
 
-def run_all(jobs: Sequence[Job], at_once: int, say: Callable[[str], None]) -> list[Job]:
-    """Run every job, so many at once; those that failed.
+def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> list[Job]:
+    """Run every job, `at_once` at a time, and return those that failed.
 
-    On Ctrl-C, or a polite kill, the running ones get a Ctrl-C of their own and are waited for.
+    On Ctrl-C, or SIGTERM, the running ones get a Ctrl-C of their own and are waited for.
 
     Raises:
         KeyboardInterrupt: after all have stopped.
@@ -38,25 +38,28 @@ def run_all(jobs: Sequence[Job], at_once: int, say: Callable[[str], None]) -> li
                 while waiting and len(running) < at_once:
                     job = waiting.pop(0)
                     running[_start(job)] = job, time.perf_counter()
-                    say(f"started {job.name}, {len(jobs) - len(waiting)} of {len(jobs)}")
+                    log(f"started {job.name}, {len(jobs) - len(waiting)} of {len(jobs)}")
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
                 for process in [p for p in running if p.poll() is not None]:
                     job, start = running.pop(process)
                     failed += [job] if process.returncode else []
-                    say(_ending(job, process.returncode, time.perf_counter() - start))
+                    log(_ending(job, process.returncode, time.perf_counter() - start))
         finally:
-            _stop(running, say)
+            _stop(running, log)
     return failed
 
 
 def _start(job: Job) -> subprocess.Popen:
-    """In a process group of its own: the terminal's Ctrl-C reaches it through us alone."""
+    """Start a job in its own process group: the terminal's Ctrl-C reaches it through us alone."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     with job.log.open("ab") as log:
         return subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
             process_group=0,
-        )  # fmt: skip
+        )
 
 
 def _ending(job: Job, code: int, seconds: float) -> str:
@@ -65,11 +68,11 @@ def _ending(job: Job, code: int, seconds: float) -> str:
     return f"finished {job.name} in {duration(seconds)}"
 
 
-def _stop(running: Iterable[subprocess.Popen], say: Callable[[str], None]) -> None:
-    """Ask to stop; a further Ctrl-C asks again, which ends a run at once; a third one kills."""
+def _stop(running: Iterable[subprocess.Popen], log: Callable[[str], None]) -> None:
+    """Ask jobs to stop; a second Ctrl-C asks again, which ends a run at once; a third kills."""
     processes = [process for process in running if process.poll() is None]
     if processes:
-        say(f"stopping {len(processes)} runs after the step in progress; they save what they have")
+        log(f"stopping {len(processes)} runs after the step in progress; they save what they have")
     for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
         try:
             for process in processes:
@@ -83,7 +86,7 @@ def _stop(running: Iterable[subprocess.Popen], say: Callable[[str], None]) -> No
 
 @contextmanager
 def _kill_is_ctrl_c() -> Iterator[None]:
-    """Within, SIGTERM raises KeyboardInterrupt, so that no command outlives us."""
+    """Raise KeyboardInterrupt on SIGTERM within, so that no command outlives us."""
     try:
         previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # not the main thread: whoever runs us there handles signals

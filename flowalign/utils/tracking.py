@@ -1,4 +1,4 @@
-"""What a run has measured: `metrics.jsonl` always, TensorBoard and wandb if asked for."""
+"""Record the metrics of a run: `metrics.jsonl` always, TensorBoard and wandb on request."""
 
 import importlib
 import importlib.util
@@ -21,8 +21,8 @@ class Tracker:
 
     A row is {"step", "seconds", **metrics}. `seconds` counts from the start of the run, without the
     time between an interruption and its resumption. With `keep_until`, rows of that step and later
-    are dropped first: a run resumed there has each step exactly once. A number that is not
-    finite becomes null.
+    are dropped first: a run resumed there has each step exactly once. A number that is not finite
+    becomes null.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tracker:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run in the order written; none if nothing was logged.
+    """Return the rows of a run in the order written; none if nothing was logged.
 
     A last line that an interruption cut short is left out.
 
@@ -86,10 +86,10 @@ class _TensorBoard:
 
 
 class _WandB:
-    """Nothing leaves the machine unless WANDB_MODE=online is set; `wandb sync` uploads later.
+    """Logs to wandb; data leave the machine only if WANDB_MODE=online is set.
 
-    An offline run of wandb cannot be resumed, so every start is a run of its own in the group of
-    the folder.
+    `wandb sync` uploads later. An offline run of wandb cannot be resumed, so every start is a run
+    of its own in the group of the folder.
     """
 
     def __init__(self, folder: Path, keep_until: int | None):
@@ -122,7 +122,7 @@ def _require(name: str) -> None:
 
 
 def _drop_from(file: Path, keep_until: int | None) -> list[dict[str, Any]]:
-    """The rows that stay; the file holds exactly these afterwards and is never half written."""
+    """Drop the rows from keep_until on; rewrite the file atomically and return the rest."""
     rows = [row for row in _rows(file) if keep_until is None or row["step"] < keep_until]
     if file.exists():
         write_text(file, "".join(json.dumps(row) + "\n" for row in rows))

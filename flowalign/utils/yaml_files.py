@@ -1,4 +1,4 @@
-"""Run files of commands that are one dataclass: YAML and overrides to an object."""
+"""Load run files of commands that are one dataclass: YAML and overrides become an object."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,9 @@ T = TypeVar("T")
 def load_typed(
     kind: type[T], command: str, config: str, overrides: Sequence[str] = ()
 ) -> tuple[T, str]:
-    """The object that a file describes, with overrides such as `--seed 3`, and the resolved YAML.
+    """Build the object that a file describes, with overrides such as `--seed 3`.
+
+    Returns the object and the resolved YAML.
 
     Raises:
         ConfigError: in at most five lines, naming the key or value.

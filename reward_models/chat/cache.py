@@ -1,4 +1,4 @@
-"""Answers that were already given, by the hash of what was asked."""
+"""Caches the answers of chat models by the hash of the request."""
 
 import json
 import os
@@ -10,10 +10,10 @@ _MOST_IN_MEMORY = 20_000
 
 
 class AnswerCache:
-    """JSON answers in main memory, or in a folder that outlives the process.
+    """Stores JSON answers in main memory, or in a folder that outlives the process.
 
-    A file appears whole or not at all, so several processes may share a folder. One that cannot be
-    read is asked for again.
+    A file is written atomically, so several processes may share a folder. A file that cannot be
+    read counts as missing.
     """
 
     def __init__(self, folder: str | None = None):
@@ -21,7 +21,7 @@ class AnswerCache:
         self._memory: dict[str, Any] = {}
 
     def get(self, key: str) -> Any | None:
-        """The answer with this key, or None."""
+        """Return the answer with this key, or None."""
         if self.folder is None:
             return self._memory.get(key)
         try:
@@ -30,7 +30,7 @@ class AnswerCache:
             return None
 
     def put(self, key: str, answer: Any) -> None:
-        """Keep an answer; in memory the oldest one goes where there are too many."""
+        """Store an answer; in memory the oldest one is dropped where there are too many."""
         if self.folder is None:
             self._memory[key] = answer
             if len(self._memory) > _MOST_IN_MEMORY:

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible chat servers: vLLM, sglang, `transformers serve`."""
+"""Implements a client of OpenAI-compatible chat servers: vLLM, sglang, `transformers serve`."""
 
 import asyncio
 import hashlib
@@ -10,42 +10,42 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from flowalign.types import Loadable
-from reward_models.chat.breaker import Breaker, ChatError, ServerDown
 from reward_models.chat.cache import AnswerCache
+from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
 from reward_models.chat.loop import LoopThread
 from reward_models.rule import optional
 
 T = TypeVar("T")
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation in the format of the chat completions API."""
+"""Conversation in the format of the chat completions API."""
 
 _LONGEST_DELAY = 20.0
 
 
 @dataclass(frozen=True)
 class Server:
-    """Where a judge is served, and how patiently it is asked."""
+    """Describes where a judge is served, with the limits on requests to it."""
 
     url: str
-    """Up to and with the version, such as http://127.0.0.1:8000/v1."""
+    """URL up to and including the version, such as http://127.0.0.1:8000/v1."""
     model: str
-    """The name under which the server offers the model."""
+    """Name under which the server offers the model."""
     key_variable: str | None = None
-    """The environment variable that holds the API key."""
+    """Environment variable that holds the API key; null: none is sent."""
     concurrency: int = 16
-    """Requests in flight at the same time."""
+    """Maximum number of requests in flight at the same time."""
     timeout: float = 120.0
     """Seconds that one attempt may take, to its last byte."""
     attempts: int = 4
-    """Attempts at a request that meets a 429, a 5xx, a broken connection or a timeout."""
+    """Maximum attempts at a request that meets a 429, a 5xx, a broken connection or a timeout."""
     backoff: float = 0.5
     """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random."""
     max_failures: int = 8
-    """Requests in a row, all attempts made, after which the server is left alone."""
+    """Failed requests in a row, all attempts included, that open the circuit breaker."""
     rest: float = 30.0
-    """Seconds that it is left alone."""
+    """Seconds without requests after the circuit breaker has opened."""
     cache: str | None = "memory"
-    """A folder that keeps answers, `memory`, or null to ask every time."""
+    """Where answers are kept: a folder, `memory`, or null to ask every time."""
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -64,17 +64,17 @@ class Server:
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """What a model said."""
+    """Holds what a model answered."""
 
     text: str
     finish: str = "stop"
-    """`length` where the answer was cut off."""
+    """Finish reason of the API; `length` where the answer was cut off."""
     tokens: Sequence[tuple[str, Mapping[str, float]]] = ()
-    """Every generated token with the log-probabilities of the likeliest ones in its place."""
+    """Every generated token, with the log-probabilities of the likeliest tokens at its position."""
 
 
 class ChatClient(Loadable):
-    """Asks one server, from a thread with an event loop of its own. Cheap to construct."""
+    """Sends requests to one server from a thread with its own event loop; cheap to construct."""
 
     def __init__(self, server: Server):
         self._httpx = optional("httpx", "judge")
@@ -85,10 +85,10 @@ class ChatClient(Loadable):
         self._session: Any = None
 
     def load(self) -> None:
-        """Connect, and see that the server offers the model.
+        """Connect, and check that the server offers the model.
 
         Raises:
-            ValueError: nobody answers, the key is missing or refused, the model is not offered.
+            ValueError: no server answers, the key is missing or refused, or the model unknown.
         """
         if self._session is not None:
             return
@@ -102,13 +102,13 @@ class ChatClient(Loadable):
         self._session = session
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Wait for work that awaits `ask`, from a thread without an event loop."""
+        """Run a coroutine that awaits `ask`, and wait for it in a thread without an event loop."""
         self.load()
         assert self._thread is not None
         return self._thread.run(work)
 
     async def ask(self, messages: Messages, parameters: Mapping[str, Any]) -> ChatAnswer:
-        """The answer to a conversation; from the cache where the same was asked before.
+        """Return the answer to a conversation; from the cache where the same was asked before.
 
         Raises:
             ChatError: there is none.
@@ -155,7 +155,7 @@ class ChatClient(Loadable):
 
 
 class _Session:
-    """What belongs to one event loop: connections, the limit on requests, the circuit breaker."""
+    """Holds the objects bound to one event loop: connections, request limit, circuit breaker."""
 
     def __init__(self, httpx: Any, server: Server, headers: Mapping[str, str]):
         limits = httpx.Limits(max_connections=server.concurrency)
@@ -168,11 +168,11 @@ class _Session:
         )
         self.httpx, self.server = httpx, server
         self.gate = asyncio.Semaphore(server.concurrency)
-        self.breaker = Breaker(server.max_failures, server.rest)
+        self.circuit_breaker = CircuitBreaker(server.max_failures, server.rest)
         self.random = random.Random(0)
 
     async def check(self) -> None:
-        """ValueError where the server cannot be used."""
+        """Raise ValueError where the server cannot be used."""
         url, model = self.server.url, self.server.model
         try:
             async with asyncio.timeout(self.server.timeout):
@@ -198,9 +198,9 @@ class _Session:
             raise ValueError(f"{url} does not offer model {model!r}; it offers {names}")
 
     async def ask(self, body: bytes) -> ChatAnswer:
-        """The answer to a request, with all attempts that are due."""
+        """Return the answer to a request, retrying within the configured attempts."""
         async with self.gate:
-            return await self.breaker.call(lambda: self._attempts(body))
+            return await self.circuit_breaker.call(lambda: self._attempts(body))
 
     async def _attempts(self, body: bytes) -> ChatAnswer:
         attempts, reason = self.server.attempts, ""

@@ -1,8 +1,8 @@
-"""EditScore: how well an edit follows its instruction, keeps the rest, and looks.
+"""Implements EditScore: how well an edit follows its instruction, keeps the rest, and looks.
 
-Computed as its released code does, except that an answer that cannot be read is a failure. The
-bundled prompts ask for the published answer format in our words; scores are those of the paper
-only under the published texts (`sc_template`, `pq_template`).
+Computed like in its released code, except that an answer that cannot be read is a failure. The
+bundled prompts ask for the published answer format in our words; scores are those of the paper only
+under the published texts (`sc_template`, `pq_template`).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown, source
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_known
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.parsers import score_list
 from reward_models.chat.template import describe, read_template
 
@@ -28,7 +28,7 @@ _SAMPLING = Sampling(temperature=0.7)
 
 
 def read_edit(consistency: str, quality: str) -> list[float]:
-    """Success, faithfulness, their minimum SC, and quality PQ (a minimum too), from 0 to 10.
+    """Return success, faithfulness, their minimum SC, and quality PQ (a minimum too), in [0, 10].
 
     The first text scores success and over-editing, the second naturalness and artefacts, each from
     0 to 25. Where a text holds one number it stands for both; faithfulness is NaN then.
@@ -41,7 +41,7 @@ def read_edit(consistency: str, quality: str) -> list[float]:
 def reduce_passes(
     passes: Float[Tensor, "k 4"], reduction: Reduction = "average_last"
 ) -> Float[Tensor, "4"]:
-    """The dimensions from what `read_edit` gave in k passes; overall is sqrt(SC * PQ).
+    """Reduce the output of `read_edit` over k passes to the dimensions; overall is sqrt(SC * PQ).
 
     average_last: the mean of every pass's overall. average_first: the overall of the mean SC and
     PQ. average_first_following: the same with the mean of prompt_following in the place of SC; the
@@ -59,7 +59,8 @@ def reduce_passes(
 class EditScore(ChatJudge):
     """Scores an edited image against its source (the first reference) and the instruction.
 
-    All dimensions are from 0 to 10. Ensembles of `sampling.passes` answers at temperature 0.7.
+    All dimensions are from 0 to 10. `sampling.passes` answers are drawn at temperature 0.7 by
+    default.
     """
 
     def __init__(
@@ -73,8 +74,8 @@ class EditScore(ChatJudge):
         check_known("reduction", reduction, get_args(Reduction))
         self.sc = read_template(sc_template, ("prompt", "references", "media"))
         self.pq = read_template(pq_template, ("media",))
-        panel = Panel(server, sampling)
-        version = panel.version(reduction=reduction, sc=describe(self.sc), pq=describe(self.pq))
+        ensemble = JudgeEnsemble(server, sampling)
+        version = ensemble.version(reduction=reduction, sc=describe(self.sc), pq=describe(self.pq))
         spec = RewardSpec(
             name="edit_score",
             dims=DIMS,
@@ -85,10 +86,10 @@ class EditScore(ChatJudge):
             normalisation="0 to 25, divided by 2.5",
             version=version,
         )
-        super().__init__(spec, panel, partial(reduce_passes, reduction=reduction))
+        super().__init__(spec, ensemble, partial(reduce_passes, reduction=reduction))
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation about source and edit, one about the edit alone."""
+        """Build one conversation about source and edit, and one about the edit alone."""
         edited = shown(sample)
         return [
             self.sc.render(prompt=sample.prompts[0], references=source(sample), media=edited),
@@ -96,5 +97,5 @@ class EditScore(ChatJudge):
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """What `reduce_passes` takes."""
+        """Return the four values that `reduce_passes` takes."""
         return read_edit(answers[0].text, answers[1].text)

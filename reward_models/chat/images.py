@@ -1,4 +1,4 @@
-"""Pictures as chat servers take them."""
+"""Encodes images the way chat servers take them."""
 
 import base64
 import io
@@ -16,7 +16,7 @@ from reward_models.rule import Unscorable, to_bytes
 
 
 def data_url(picture: Float[Tensor, "3 h w"]) -> str:
-    """A picture in [0, 1] as a PNG in a data URL: lossless after rounding to 8 bits.
+    """Encode an image in [0, 1] as a PNG in a data URL: lossless after rounding to 8 bits.
 
     JPEG of quality 75 moves a pixel by 3 to 4 levels on average, which a judge of artefacts sees.
     """
@@ -25,18 +25,18 @@ def data_url(picture: Float[Tensor, "3 h w"]) -> str:
 
 
 def data_urls(pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h w"]) -> list[str]:
-    """Every picture, in order."""
+    """Encode every image, in order."""
     return [data_url(picture) for picture in pictures]
 
 
 def shown(sample: MediaBatch, most: int = 1) -> list[str]:
-    """At most so many frames of a batch of one, evenly spaced, with the first and the last."""
+    """Encode at most `most` evenly spaced frames of a batch of one, first and last included."""
     video = sample.media[0].detach()
     return data_urls(video[evenly(len(video), min(most, len(video)))])
 
 
 def source(sample: MediaBatch) -> list[str]:
-    """The first reference of a batch of one. Unscorable where there is none that can be shown."""
+    """Encode the first reference of a batch of one; raise Unscorable where none can be shown."""
     references = sample.references[0]
     if len(references) == 0:
         raise Unscorable("its source image is missing")
@@ -46,12 +46,12 @@ def source(sample: MediaBatch) -> list[str]:
 
 
 def squashed(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:
-    """Resized to a square whatever the aspect."""
+    """Resize to a square whatever the aspect ratio."""
     return resized(frames, size, size, quantised=True)
 
 
 def with_shortest_side(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 H W"]:
-    """Resized so that the shortest side is `size`, nothing cut off."""
+    """Resize so that the shortest side is `size`, without cropping."""
     h, w = frames.shape[-2:]
     scale = size / min(h, w)
     return resized(frames, round(h * scale), round(w * scale), quantised=True)

@@ -1,4 +1,4 @@
-"""A reward given by a chat model that looks at one sample at a time."""
+"""Implements a reward given by a chat model that sees one sample at a time."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,32 +11,34 @@ from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages
-from reward_models.chat.panel import Panel, Verdict
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict
 from reward_models.chat.parsers import Unparsable
 from reward_models.rule import Unscorable
 
 Combine = Callable[[Tensor], Tensor]
-"""What was read in k passes (k m) to one score per dimension (R)."""
+"""Maps the values read in k passes (k m) to one score per dimension (R)."""
 
 
 def mean_of_passes(passes: Float[Tensor, "k R"]) -> Float[Tensor, "R"]:
-    """The mean of every dimension over the passes that gave it."""
+    """Average every dimension over the passes that gave it."""
     return passes.nanmean(0)
 
 
 class ChatJudge(RewardModel, Loadable):
-    """A judge whose subclass says what to `ask` about a sample and how to `read` the answers.
+    """Scores with a chat model; a subclass defines what to `ask` and how to `read` the answers.
 
     The score is `combine` of all passes that could be read, the uncertainty their standard
     deviation. A sample without any is NaN with the reason; the raw texts are in `extras`.
     """
 
-    def __init__(self, spec: RewardSpec, panel: Panel, combine: Combine = mean_of_passes):
-        self.spec, self.panel, self.combine = spec, panel, combine
+    def __init__(
+        self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = mean_of_passes
+    ):
+        self.spec, self.panel, self.combine = spec, ensemble, combine
 
     @abstractmethod
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """The conversations about a batch of one, all asked in every pass.
+        """Return the conversations about a batch of one; all are asked in every pass.
 
         Raises:
             Unscorable: the sample cannot be shown.
@@ -44,7 +46,7 @@ class ChatJudge(RewardModel, Loadable):
 
     @abstractmethod
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """What `combine` takes, from one answer per conversation; NaN for what does not apply.
+        """Return the values for `combine`, from one answer per conversation; NaN if not applicable.
 
         Raises:
             Unparsable: the judge is asked again.
@@ -52,7 +54,7 @@ class ChatJudge(RewardModel, Loadable):
 
     @final
     def load(self) -> None:
-        """See that the server is there and offers the model."""
+        """Check that the server is there and offers the model."""
         self.panel.client.load()
 
     @final
@@ -87,7 +89,7 @@ class ChatJudge(RewardModel, Loadable):
         return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """What was read, if each score that follows from it lies within the scale."""
+        """Return the values read, if each score that follows from them lies within the scale."""
         values = self.read(answers)
         scores = self.combine(torch.tensor([values], dtype=torch.float64))
         low, high = self.spec.scale
@@ -101,7 +103,7 @@ class ChatJudge(RewardModel, Loadable):
         return scores.std(0) if len(scores) > 1 else torch.full_like(scores[0], torch.nan)
 
     def _partial(self, output: RewardOutput, failed: Mapping[int, str]) -> dict[int, str]:
-        """Reasons of samples that got some of their dimensions."""
+        """Return reasons for samples that got only some of their dimensions."""
         return {
             i: f"the judge gave no {', '.join(self._without(output, i))}"
             for i in output.reasons

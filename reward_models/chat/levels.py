@@ -1,4 +1,4 @@
-"""Quality as the expected level among words from excellent to bad.
+"""Scores quality as the expected level among words from excellent to bad.
 
 Q-Align: values from 1 to 0. DeQA-Score: from 5 to 1.
 """
@@ -9,7 +9,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import shares
 from reward_models.chat.template import describe, read_template
 
@@ -20,10 +20,10 @@ _SAMPLING = Sampling(max_tokens=1)
 
 
 class Levels(ChatJudge):
-    """Sum of value * probability over the level words, which share the probability between them.
+    """Scores the sum of value * probability over level words, renormalised to those words.
 
-    The server is asked to continue `beginning` (vLLM and sglang do); its next token must be a
-    level word.
+    The server is asked to continue `beginning` (vLLM and sglang do); its next token must be a level
+    word.
     """
 
     def __init__(
@@ -43,7 +43,9 @@ class Levels(ChatJudge):
         self.frames, self.template = frames, read_template(template, ("question", "media"))
         continued = {"continue_final_message": True, "add_generation_prompt": False}
         likeliest = {"logprobs": True, "top_logprobs": 20}
-        panel = Panel(server, sampling, {**likeliest, **(continued if beginning else {})})
+        ensemble = JudgeEnsemble(
+            server, sampling, {**likeliest, **(continued if beginning else {})}
+        )
         asked = {"question": question, "beginning": beginning, "frames": frames}
         spec = RewardSpec(
             name="levels",
@@ -51,17 +53,17 @@ class Levels(ChatJudge):
             modality="any",
             scale=(min(levels.values()), max(levels.values())),
             licence="that of the served model",
-            version=panel.version(levels=self.levels, **asked, **describe(self.template)),
+            version=ensemble.version(levels=self.levels, **asked, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation whose answer has begun."""
+        """Build one conversation whose answer has begun."""
         pictures = shown(sample, self.frames)
         begun = [{"role": "assistant", "content": self.beginning}] if self.beginning else []
         return [[*self.template.render(question=self.question, media=pictures), *begun]]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """The expected value."""
+        """Return the expected value."""
         weights = shares(answers[0], 0, tuple(self.levels))
         return [sum(v * w for v, w in zip(self.levels.values(), weights, strict=True))]

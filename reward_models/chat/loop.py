@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, so that code without one can wait for many requests."""
+"""Runs an event loop in its own thread, so that code without one can wait for many requests."""
 
 import asyncio
 import threading
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """One loop for the life of a client: its semaphores and connections never meet a second one.
+    """Runs one loop for the life of a client; semaphores and connections never meet a second one.
 
     A client that calls `asyncio.run` for every batch leaves them bound to a loop that is closed.
     """
@@ -22,7 +22,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, waited for; an interrupt here cancels it there."""
+        """Run a coroutine in the loop and wait for it; an interrupt here cancels it there."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()

@@ -1,4 +1,4 @@
-"""MagicAssessor: does an image have physical artefacts, and of which kind."""
+"""Implements MagicAssessor: whether an image has physical artefacts, and of which kind."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls, with_shortest_side
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import Unparsable, boxed, json_object
 from reward_models.chat.template import describe, read_template
 
@@ -18,7 +18,7 @@ _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
 @dataclass(frozen=True)
 class Assessment:
-    """What the box holds."""
+    """Holds the content of the answer's box."""
 
     normal: bool
     artefacts: tuple[str, ...]
@@ -26,7 +26,7 @@ class Assessment:
 
 
 def read_assessment(text: str) -> Assessment:
-    r"""The verdict in the last \boxed{...}; labels of a normal image contradict it."""
+    r"""Parse the verdict in the last \boxed{...}; labels of a normal image contradict it."""
     found = json_object(boxed(text))
     if "Whether Normal" not in found:
         raise Unparsable("no 'Whether Normal' in the box")
@@ -41,7 +41,7 @@ def read_assessment(text: str) -> Assessment:
 
 
 class MagicAssessor(ChatJudge):
-    """1 where the image is free of artefacts, 0 where not; with passes, the share that say so.
+    """Scores 1 where the image is free of artefacts, else 0; with passes, the share that say so.
 
     The image's shortest side is made `side` pixels. The prompt is a reconstruction that asks for
     the published answer format and labels; give the published text as `template`.
@@ -56,24 +56,24 @@ class MagicAssessor(ChatJudge):
     ):
         check_positive(side=side)
         self.side, self.template = side, read_template(template, ("media",))
-        panel = Panel(server, sampling)
+        ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name="magic_assessor",
             dims=("normal",),
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
-            version=panel.version(side=side, **describe(self.template)),
+            version=ensemble.version(side=side, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation with the image."""
+        """Build one conversation with the image."""
         shown = with_shortest_side(sample.media[0].detach(), self.side)
         return [self.template.render(media=data_urls(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """1 or 0."""
+        """Return 1 for normal, 0 otherwise."""
         return [float(read_assessment(answers[0].text).normal)]
 
 

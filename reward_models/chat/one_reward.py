@@ -1,7 +1,7 @@
-"""A judge of two results by task and criterion, after OneReward.
+"""Implements a judge of two results by task and criterion, after OneReward.
 
-One model, told the task and the criterion, says whether the first of two results is better. Its
-weights are not released, so the question is a reconstruction, to be asked of any chat model.
+The one model gets the task and the criterion, and says whether the first of two results is better.
+Its weights are not released, so the question is a reconstruction, to be asked of any chat model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls, shown
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
 from reward_models.chat.pairs import PairJudge
-from reward_models.chat.panel import Panel, Sampling
 from reward_models.chat.parsers import shares
 from reward_models.chat.template import describe, read_template
 
@@ -24,10 +24,10 @@ _SAMPLING = Sampling(max_tokens=1)
 
 
 class OneReward(PairJudge):
-    """Probability that the first result is better, per criterion, from the first answered token.
+    """Scores the probability that the first result is better, per criterion, from the first token.
 
-    `criteria` maps names of dimensions to what is to be looked at. References, where a sample has
-    them (the source, the mask), are shown before the results.
+    `criteria` maps names of dimensions to descriptions of what to judge. References, where a sample
+    has them (the source, the mask), are shown before the results.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class OneReward(PairJudge):
         self.task, self.criteria = task, dict(criteria)
         slots = ("prompt", "task", "criterion", "first", "second")
         self.template = read_template(template, slots, ("references",))
-        panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
-        version = panel.version(task=task, criteria=self.criteria, **describe(self.template))
+        ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        version = ensemble.version(task=task, criteria=self.criteria, **describe(self.template))
         spec = RewardSpec(
             name="one_reward",
             dims=tuple(self.criteria),
@@ -54,10 +54,10 @@ class OneReward(PairJudge):
             needs=("prompt",),
             version=version,
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """One conversation per criterion."""
+        """Build one conversation per criterion."""
         pictures = {
             "first": shown(first),
             "second": shown(second),
@@ -71,5 +71,5 @@ class OneReward(PairJudge):
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """P(yes) / (P(yes) + P(no)) of every answer."""
+        """Return P(yes) / (P(yes) + P(no)) of every answer."""
         return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]

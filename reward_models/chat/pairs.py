@@ -1,4 +1,4 @@
-"""Judges of pairs, and the win rate in a group that makes a reward of any of them."""
+"""Defines judges of pairs, and turns any of them into a reward: the win rate in a group."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,16 +13,18 @@ from torch import Tensor
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages
 from reward_models.chat.images import source
-from reward_models.chat.panel import Panel, Verdict, check_known
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_known
 from reward_models.chat.parsers import Unparsable
 from reward_models.rule import Unscorable
 
 
 def winner(found: Sequence[tuple[str, str]]) -> float:
-    """1 for the first, 0 for the second, 0.5 for a tie, of matches (`1` or `2`, tie).
+    """Return 1 where the matches name the first, 0 the second, 0.5 a tie.
+
+    Each match is (`1` or `2`, tie).
 
     Raises:
-        Unparsable: nobody is named, or several verdicts contradict each other.
+        Unparsable: none is named, or several verdicts contradict each other.
     """
     said = {{"1": 1.0, "2": 0.0}.get(which, 0.5) for which, _ in found}
     if len(said) != 1:
@@ -31,18 +33,18 @@ def winner(found: Sequence[tuple[str, str]]) -> float:
 
 
 class PairJudge(ABC):
-    """Says of two samples of one prompt which is better, in each dimension of its `spec`."""
+    """Says which of two samples of one prompt is better, in each dimension of its `spec`."""
 
-    def __init__(self, spec: RewardSpec, panel: Panel):
-        self.spec, self.panel = spec, panel
+    def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
+        self.spec, self.panel = spec, ensemble
 
     @abstractmethod
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """The conversations about two batches of one."""
+        """Return the conversations about two batches of one."""
 
     @abstractmethod
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """How much better the first is per dimension: 1 wins, 0 loses, 0.5 is a tie.
+        """Return how much better the first is per dimension: 1 wins, 0 loses, 0.5 is a tie.
 
         Raises:
             Unparsable: the judge is asked again.
@@ -50,12 +52,12 @@ class PairJudge(ABC):
 
     @final
     def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
-        """One verdict per pair; what could not be read is missing in it."""
+        """Return one verdict per pair, whose `missing` says what could not be read."""
         return self.panel.collect([self.ask(*pair) for pair in pairs], self._read)
 
     @final
     def check(self, sample: MediaBatch) -> None:
-        """Unscorable where a batch of one cannot be compared with anything."""
+        """Raise Unscorable where a batch of one cannot be compared with any other."""
         if "references" in self.spec.needs:
             source(sample)
 
@@ -68,7 +70,7 @@ class PairJudge(ABC):
 
 @dataclass(frozen=True)
 class _Duel:
-    """Two samples of a group; `score` is the first one's, None where a verdict is missing."""
+    """Compares two samples of a group; `score` is the first one's, None if a verdict is missing."""
 
     first: int
     second: int
@@ -79,12 +81,12 @@ class _Duel:
 
 
 class WinRate(RewardModel, Loadable):
-    """Share of the other samples of its group that a sample beats; a tie is half a win.
+    """Scores the share of the other samples of its group that a sample beats; a tie is half a win.
 
-    All pairs of a group are compared. With `orders: both` each is shown in both orders and the
-    two verdicts are averaged, which cancels a preference for a position. A pair without a verdict
-    in every order counts for nobody. Pref-GRPO, where the reward comes from, asks in one order and
-    counts what it cannot read as half a win.
+    All pairs of a group are compared. With `orders: both` each is shown in both orders and the two
+    verdicts are averaged, which cancels a preference for a position. A pair without a verdict in
+    every order counts for neither sample. Pref-GRPO, where the reward comes from, asks in one order
+    and counts an answer that it cannot read as half a win.
     """
 
     def __init__(self, judge: PairJudge, orders: Literal["both", "one"] = "both"):
@@ -100,7 +102,7 @@ class WinRate(RewardModel, Loadable):
         )
 
     def load(self) -> None:
-        """See that the judge's server is there and offers the model."""
+        """Check that the judge's server is there and offers the model."""
         self.judge.panel.client.load()
 
     def close(self) -> None:
@@ -135,7 +137,7 @@ class WinRate(RewardModel, Loadable):
         return RewardOutput.build(self.spec, values, failed, extras=extras)
 
     def _duels(self, batch: MediaBatch, pairs: Sequence[tuple[int, int]]) -> list[_Duel]:
-        """One per pair, from one or two comparisons each."""
+        """Return one duel per pair, from one or two comparisons each."""
         rows = {i: batch.take([i]) for i in {i for pair in pairs for i in pair}}
         asked = [(rows[i], rows[j]) for i, j in pairs]
         swapped = [(b, a) for a, b in asked] if self.orders == "both" else []
@@ -145,7 +147,7 @@ class WinRate(RewardModel, Loadable):
 
 
 def _duel(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:
-    """`swapped` is the same verdict where the pair was shown in one order only."""
+    """Average a pair's verdicts; `swapped` is `straight` where it was shown in one order only."""
     turns = [straight] if swapped is straight else [straight, swapped]
     missing = [v.missing[0] for v in turns if len(v.values) == 0]
     texts = [text for v in turns for text in v.texts]
@@ -164,7 +166,7 @@ def _score_of(i: int, duel: _Duel) -> Float[Tensor, "R"]:
 
 
 def _told(duels: Sequence[_Duel]) -> Mapping[str, Any]:
-    """What is worth knowing about a sample's comparisons."""
+    """Summarise a sample's comparisons for the extras."""
     decided = [d for d in duels if d.score is not None]
     return {
         "pairs": len(duels),

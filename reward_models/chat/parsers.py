@@ -1,4 +1,4 @@
-"""What judges' answers have in common. A reading is exact or there is none: nothing is guessed."""
+"""Parses judges' answers; an answer that is not exact is rejected, never guessed."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Any
 from reward_models.chat.client import ChatAnswer
 
 NUMBER = r"[-+]?\d+(?:\.\d+)?(?![.,]?\w|%)"
-"""A decimal number that is not the beginning of something longer."""
+"""Pattern of a decimal number that is not the beginning of something longer."""
 _SCORE = re.compile(rf"({NUMBER})(?:\s*/\s*({NUMBER}))?")
 _LISTED = re.compile(
     rf"scores?\W{{0,4}}[:=]\s*(\[[^\[\]]*\]|{NUMBER}(?:\s*,\s*{NUMBER})*[\s}}]*$)", re.I
@@ -18,16 +18,16 @@ _WORD = re.compile(r"[^\w]*(\w+)[^\w]*")
 
 
 class Unparsable(Exception):
-    """Why an answer gives no score."""
+    """Raised where an answer gives no score; the text says why."""
 
 
 def verdict(text: str) -> str:
-    """The answer without the thoughts before it."""
+    """Return the answer without the thoughts before it."""
     return text.rpartition("</think>")[2]
 
 
 def score_in(text: str, low: float, high: float) -> float:
-    """The number that a text begins with, or `4/5` where the scale ends at 5.
+    """Parse the number that a text begins with, or `4/5` where the scale ends at 5.
 
     Raises:
         Unparsable: there is none, or it is outside the range.
@@ -44,7 +44,7 @@ def score_in(text: str, low: float, high: float) -> float:
 
 
 def score_list(text: str, low: float, high: float) -> list[float]:
-    """The one or two numbers of an answer `{"reasoning": ..., "score": [a, b]}`.
+    """Parse the one or two numbers of an answer `{"reasoning": ..., "score": [a, b]}`.
 
     JSON with small faults (quotes, bare keys, text around it), `score: a, b` and bare numbers are
     read; a list that was cut off, three numbers, or one outside the range is not.
@@ -62,7 +62,7 @@ def score_list(text: str, low: float, high: float) -> list[float]:
 
 
 def boxed(text: str) -> str:
-    r"""What the last \boxed{...} holds, with the braces inside it balanced."""
+    r"""Return the content of the last \boxed{...}, with the braces inside it balanced."""
     start = text.rfind("\\boxed{")
     depth = 0
     for i in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
@@ -73,7 +73,7 @@ def boxed(text: str) -> str:
 
 
 def json_object(text: str) -> Mapping[str, Any]:
-    """A JSON object, curly quotes and all; its outer braces may be missing."""
+    """Parse a JSON object that may have curly quotes or lack its outer braces."""
     text = text.strip().translate(str.maketrans("“”", '""'))
     try:
         found = json.loads(text if text.startswith("{") else f"{{{text}}}")
@@ -85,7 +85,7 @@ def json_object(text: str) -> Mapping[str, Any]:
 
 
 def shares(answer: ChatAnswer, token: int, words: Sequence[str]) -> list[float]:
-    """How one token's probability divides over words, whatever their case and spacing.
+    """Return how one token's probability divides over words, whatever their case and spacing.
 
     A word that is not among the likeliest tokens counts as impossible.
 
@@ -117,7 +117,7 @@ def _scores_of_json(text: str) -> list[Any] | None:
 
 
 def _exact(value: Any, low: float, high: float) -> float:
-    """A number, or a text that is one and nothing else."""
+    """Parse a number, or a text that contains only a number."""
     text = str(value).strip()
     if isinstance(value, bool) or not re.fullmatch(NUMBER, text):
         raise Unparsable(f"{text[:60]!r} is no score")

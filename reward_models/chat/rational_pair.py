@@ -1,4 +1,4 @@
-"""RationalRewards as a judge of pairs: both images scored section by section in one answer."""
+"""Implements RationalRewards as a judge of pairs: one answer scores both images by section."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,21 +7,21 @@ from typing import Literal
 from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown, source
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.pairs import PairJudge
-from reward_models.chat.panel import Panel, Sampling, check_known
 from reward_models.chat.parsers import Unparsable
 from reward_models.chat.rational_rewards import EDIT, T2I, split
 from reward_models.chat.template import describe, read_template
 
 DIMS = ("text", "visual", "overall")
 _NEUTRAL = 2.5
-"""Stands for N/A, in the middle of the scale from 1 to 4."""
+"""Score in place of N/A, in the middle of the scale from 1 to 4."""
 _VISUAL = ("image_faithfulness", "physical_quality")
 _SAMPLING = Sampling(temperature=0.1, max_tokens=3072)
 
 
 def pair_scores(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float, float]]:
-    """`Score A:` and `Score B:` of every section; N/A is 2.5.
+    """Parse `Score A:` and `Score B:` of every section; N/A is 2.5.
 
     Raises:
         Unparsable: a score is missing or outside 1 to 4.
@@ -32,7 +32,7 @@ def pair_scores(text: str, sections: Mapping[str, str]) -> dict[str, tuple[float
 
 
 def totals(scores: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """Sums of A and B: of text faithfulness, of the visual sections, and of all of them."""
+    """Sum A and B over text faithfulness, over the visual sections, and over all sections."""
     named = {
         "text": ["text_faithfulness"],
         "visual": [name for name in scores if name in _VISUAL],
@@ -62,7 +62,7 @@ class RationalPair(PairJudge):
         self.task, self.sections = task, EDIT if task == "edit" else T2I
         slots = ("prompt", "references", "first", "second", "criterion")
         self.template = read_template(template, slots)
-        panel = Panel(server, sampling)
+        ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name=f"rational_pair_{task}",
             dims=DIMS,
@@ -70,12 +70,12 @@ class RationalPair(PairJudge):
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
             needs=("prompt", "references") if task == "edit" else ("prompt",),
-            version=panel.version(task=task, **describe(self.template)),
+            version=ensemble.version(task=task, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """One conversation with both, after their source where there is one."""
+        """Build one conversation with both images, after their source for an edit."""
         titles = [title.replace(" and Visual", "") for title in self.sections.values()]
         return [
             self.template.render(
@@ -88,7 +88,7 @@ class RationalPair(PairJudge):
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Who has the higher total, per dimension."""
+        """Return which image has the higher total, per dimension."""
         sums = totals(pair_scores(answers[0].text, self.sections)).values()
         return [0.5 if a == b else float(a > b) for a, b in sums]
 

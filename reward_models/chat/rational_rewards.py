@@ -1,4 +1,4 @@
-"""RationalRewards: an image, or an edit, judged section by section with reasons.
+"""Implements RationalRewards: an image, or an edit, judged section by section with reasons.
 
 Scores from 1 to 4 become 0 to 1. The bundled prompts ask for the published answer format in our
 words; scores are those of the paper only under the published text (`template`).
@@ -13,7 +13,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown, source
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_known
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.parsers import Unparsable, verdict
 from reward_models.chat.template import describe, read_template
 
@@ -28,21 +28,21 @@ EDIT = {
     "physical_quality": "Physical and Visual Quality",
     "text_rendering": "Text Rendering",
 }
-"""The name of every dimension's section."""
+"""Title of every dimension's section in the answer."""
 _SCORE = re.compile(r"(?:##\s*)?score\s*:\s*(?:(N/A)|(\d+(?:\.\d+)?))", re.I)
 _SAMPLING = Sampling(temperature=0.1, max_tokens=2048)
 
 
 def section_scores(text: str, sections: Mapping[str, str]) -> dict[str, float]:
-    """The first score of every section, as written; NaN where it is N/A, missing or unreadable."""
+    """Parse the first score of every section; NaN where it is N/A, missing or unreadable."""
     return {name: _first_score(body) for name, body in split(text, sections).items()}
 
 
 def split(text: str, sections: Mapping[str, str]) -> dict[str, str]:
-    """The text of every section, empty where it is missing.
+    """Return the text of every section, empty where it is missing.
 
     Sections begin with `1. Text Faithfulness` and so on, in order; where none is numbered, with
-    `Text Faithfulness:`. Nothing from `# Summary:` on counts.
+    `Text Faithfulness:`. Everything from `# Summary:` on is ignored.
     """
     body = verdict(text).partition("# Summary:")[0]
     numbered = [rf"^[ \t]*{k}\.[^\n]*{re.escape(n)}" for k, n in enumerate(sections.values(), 1)]
@@ -58,7 +58,7 @@ def split(text: str, sections: Mapping[str, str]) -> dict[str, str]:
 
 
 def overall(scores: Mapping[str, float]) -> float:
-    """(m - 1) / 3 of the mean m of the sections that have a score, each clamped to 1 to 4.
+    """Return (m - 1) / 3 for the mean m of the sections with a score, each clamped to 1 to 4.
 
     Raises:
         Unparsable: no section has one.
@@ -87,7 +87,7 @@ class RationalRewards(ChatJudge):
         self.task, self.sections = task, EDIT if editing else T2I
         slots = ("prompt", "media", "references") if editing else ("prompt", "media")
         self.template = read_template(template or f"rational_rewards_{task}", slots)
-        panel = Panel(server, sampling)
+        ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name=f"rational_rewards_{task}",
             dims=(*self.sections, "overall"),
@@ -96,17 +96,17 @@ class RationalRewards(ChatJudge):
             licence="unknown (the repository has no licence file)",
             needs=("prompt", "references") if editing else ("prompt",),
             normalisation="clamped to 1 to 4, minus 1, divided by 3",
-            version=panel.version(task=task, **describe(self.template)),
+            version=ensemble.version(task=task, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation with the image, after its source where there is one."""
+        """Build one conversation with the image, after its source for an edit."""
         before = {"references": source(sample)} if self.task == "edit" else {}
         return [self.template.render(prompt=sample.prompts[0], media=shown(sample), **before)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Sections and overall, from 0 to 1."""
+        """Return the scores of the sections and overall, from 0 to 1."""
         scores = section_scores(answers[0].text, self.sections)
         each = [(_clamped(score) - 1) / 3 for score in scores.values()]
         return [*each, overall(scores)]

@@ -1,4 +1,4 @@
-"""A chat model on a server as the judge of a checklist."""
+"""Lets a chat model on a server judge a checklist."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch
 from reward_models.chat.client import ChatAnswer, Server
 from reward_models.chat.images import shown
-from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import shares
 from reward_models.chat.template import describe, read_template
 from reward_models.rule import Unscorable
@@ -19,10 +19,10 @@ _SAMPLING = Sampling(max_tokens=1)
 
 
 class ServedYesNo(YesNoJudge):
-    """P(yes) / (P(yes) + P(no)) of the first answered token, one conversation per question.
+    """Answers P(yes) / (P(yes) + P(no)) of the first token, one conversation per question.
 
-    All questions about all samples are in flight at once; it is the server's prefix cache that
-    computes what questions about one sample share. A video is shown as at most `frames` frames.
+    All questions about all samples are in flight at once; the server's prefix cache computes only
+    once what questions about one sample share. A video is shown in at most `frames` frames.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class ServedYesNo(YesNoJudge):
     ):
         check_positive(frames=frames)
         self.frames, self.template = frames, read_template(template, ("question", "media"))
-        self.panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        self.panel = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
         self.version = self.panel.version(frames=frames, **describe(self.template))
 
     def load(self) -> None:
-        """See that the server is there and offers the model."""
+        """Check that the server is there and offers the model."""
         self.panel.client.load()
 
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
-        """See `YesNoJudge`."""
+        """Return P(yes) of every question; NaN where a sample cannot be shown or read."""
         self.load()
         width = len(questions[0]) if questions else 0
         answers = torch.full((len(batch), width), torch.nan)
@@ -53,7 +53,7 @@ class ServedYesNo(YesNoJudge):
             try:
                 pictures = shown(batch.take([i]), self.frames)
             except Unscorable:
-                continue  # no answer: NaN
+                continue  # its answers stay NaN
             for j, question in enumerate(some):
                 places.append((i, j))
                 asked.append([self.template.render(question=question, media=pictures)])

@@ -1,4 +1,4 @@
-"""Prompts of judges: text with slots for words and pictures."""
+"""Reads the prompts of judges: text with slots for words and images."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ _USER = "\n=== user ===\n"
 
 @dataclass(frozen=True)
 class Template:
-    """The text of a prompt, of the system's too where there is one."""
+    """Holds the text of a user prompt, and of a system prompt where there is one."""
 
     user: str
     system: str = ""
 
     def render(self, **slots: str | Sequence[str]) -> list[dict[str, Any]]:
-        """The messages, with words in their slots and pictures (data URLs) in theirs.
+        """Return the messages, with words in their slots and images (data URLs) in theirs.
 
-        What fills a slot is never searched for slots: a prompt may contain `{media}`.
+        The content of a slot is not searched for slots: a prompt may contain `{media}`.
         """
         parts: list[dict[str, Any]] = []
         for i, piece in enumerate(_SLOT.split(self.user)):
@@ -35,10 +35,10 @@ class Template:
 
 
 def read_template(source: str, slots: Sequence[str], optional: Sequence[str] = ()) -> Template:
-    """A bundled prompt by its name, or one's own by its path.
+    """Read a bundled prompt by its name, or another by its path.
 
     Raises:
-        ValueError: it does not exist, lacks one of the slots or has one that nothing fills.
+        ValueError: it does not exist, lacks one of the slots or has one that is never filled.
     """
     own, ours = Path(bundled(source)), _FOLDER / f"{source}.txt"
     path = ours if ours.is_file() else own
@@ -56,7 +56,7 @@ def read_template(source: str, slots: Sequence[str], optional: Sequence[str] = (
 
 
 def describe(template: Template) -> Mapping[str, str]:
-    """What of a template decides scores, for a fingerprint."""
+    """Return the parts of a template that affect scores, for a fingerprint."""
     return {"system": template.system, "user": template.user}
 
 

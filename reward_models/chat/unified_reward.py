@@ -1,4 +1,4 @@
-"""UnifiedReward: scores of one image, or which of two is better.
+"""Implements UnifiedReward: scores of one image, or which of two is better.
 
 Scores from 1 to 5 are the model's own scale. The bundled prompts ask for the published answer
 formats in our words; scores are those of the papers only under the published text (`template`).
@@ -13,8 +13,8 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls, shown, squashed
 from reward_models.chat.judge import ChatJudge
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.pairs import PairJudge, winner
-from reward_models.chat.panel import Panel, Sampling, check_known, check_positive
 from reward_models.chat.parsers import Unparsable, score_in, verdict
 from reward_models.chat.template import describe, read_template
 
@@ -32,7 +32,7 @@ _PAIR = Sampling(max_tokens=4096)
 
 
 def axis_scores(text: str) -> dict[str, float]:
-    """The axes that an answer such as `Style Score (1-5): 3.5` names; the last of each counts.
+    """Parse the axes in an answer such as `Style Score (1-5): 3.5`; the last of each counts.
 
     Raises:
         Unparsable: it names none, or a score is outside 1 to 5.
@@ -44,7 +44,7 @@ def axis_scores(text: str) -> dict[str, float]:
 
 
 def final_score(text: str) -> float:
-    """The number after the first `Final Score:`, from 1 to 5."""
+    """Parse the number after the first `Final Score:`, from 1 to 5."""
     found = _FINAL.search(verdict(text))
     if found is None:
         raise Unparsable(f"no final score in {text[:60]!r}")
@@ -52,12 +52,12 @@ def final_score(text: str) -> float:
 
 
 def better_of_two(text: str) -> float:
-    """1 where `Image 1 is better`, 0 where 2 is, 0.5 where both are equally good."""
+    """Return 1 where `Image 1 is better`, 0 where 2 is, 0.5 where both are equally good."""
     return winner(_CLEAR.findall(verdict(text)))
 
 
 def better_after_thinking(text: str) -> float:
-    """The same, read from within <answer> and </answer> only."""
+    """Return the same, read from within <answer> and </answer> only."""
     return winner(_ANSWER.findall(verdict(text)))
 
 
@@ -65,7 +65,7 @@ class UnifiedRewardPoint(ChatJudge):
     """Scores an image against its prompt from 1 to 5.
 
     `axes` (UnifiedReward 2.0) gives alignment, coherence and style; `final` (1.0) one overall
-    score. `squash` resizes to a square of that many pixels, as Flow-GRPO does with 512.
+    score. `squash` resizes to a square with sides of that many pixels, Flow-GRPO's choice with 512.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class UnifiedRewardPoint(ChatJudge):
         name = "unified_reward_point" if form == "axes" else "unified_reward_final"
         self.form, self.squash = form, squash
         self.template = read_template(template or name, ("prompt", "media"))
-        panel = Panel(server, sampling)
+        ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name=name,
             dims=AXES if form == "axes" else ("overall",),
@@ -89,18 +89,18 @@ class UnifiedRewardPoint(ChatJudge):
             scale=(_LOW, _HIGH),
             licence="MIT",
             needs=("prompt",),
-            version=panel.version(form=form, squash=squash, **describe(self.template)),
+            version=ensemble.version(form=form, squash=squash, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation with the image."""
+        """Build one conversation with the image."""
         frames = sample.media[0].detach()
         frames = frames if self.squash is None else squashed(frames, self.squash)
         return [self.template.render(prompt=sample.prompts[0], media=data_urls(frames))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """The scores that the answer names."""
+        """Return the scores that the answer names."""
         if self.form == "final":
             return [final_score(answers[0].text)]
         scores = axis_scores(answers[0].text)
@@ -108,7 +108,7 @@ class UnifiedRewardPoint(ChatJudge):
 
 
 class UnifiedRewardPair(PairJudge):
-    """Says which of two images, or of two videos (as frames), fits the prompt better.
+    """Says which of two images, or of two videos (in frames), fits the prompt better.
 
     `plain` is UnifiedReward 1.0; `think` reasons first.
     """
@@ -126,7 +126,7 @@ class UnifiedRewardPair(PairJudge):
         name = "unified_reward_pair" if form == "plain" else "unified_reward_think"
         self.form, self.frames = form, frames
         self.template = read_template(template or name, ("prompt", "first", "second"))
-        panel = Panel(server, sampling)
+        ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name=name,
             dims=("overall",),
@@ -134,16 +134,16 @@ class UnifiedRewardPair(PairJudge):
             scale=(0.0, 1.0),
             licence="MIT",
             needs=("prompt",),
-            version=panel.version(form=form, frames=frames, **describe(self.template)),
+            version=ensemble.version(form=form, frames=frames, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
-        """One conversation with both."""
+        """Build one conversation with both."""
         one, two = shown(first, self.frames), shown(second, self.frames)
         return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """The winner."""
+        """Return the winner."""
         text = answers[0].text
         return [better_after_thinking(text) if self.form == "think" else better_of_two(text)]

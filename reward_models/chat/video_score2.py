@@ -1,7 +1,7 @@
-"""VideoScore2: visual quality, alignment with the prompt and physical plausibility of a video.
+"""Implements VideoScore2: visual quality, prompt alignment and physical plausibility of a video.
 
-`upstream` is how its released code weighs the digits. The bundled prompt asks for the published
-answer format in our words; scores are those of the paper only under the published text
+`upstream` weighs the digits the way its released code does. The bundled prompt asks for the
+published answer format in our words; scores are those of the paper only under the published text
 (`template`).
 """
 
@@ -15,7 +15,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_known, check_positive
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
 from reward_models.chat.parsers import Unparsable, score_in, shares
 from reward_models.chat.template import describe, read_template
 from reward_models.frames import at_rate
@@ -33,7 +33,7 @@ _SAMPLING = Sampling(temperature=0.7)
 
 
 def find_scores(text: str) -> list[tuple[int, str]]:
-    """Where the three whole numbers from 1 to 5 begin, and what they are."""
+    """Return where the three whole numbers from 1 to 5 begin, and their text."""
     thought = text.rfind("</think>") + 1
     found = _NUMBERED.search(text, thought) or _PLAIN.search(text, thought)
     if found is None:
@@ -44,7 +44,7 @@ def find_scores(text: str) -> list[tuple[int, str]]:
 
 
 def soft_scores(answer: ChatAnswer, mode: Literal["expectation", "upstream"]) -> list[float]:
-    """The three scores from the probabilities of the digits 1 to 5 where each was written.
+    """Return the three scores from the probabilities of digits 1 to 5 where each was written.
 
     expectation: sum of digit * share. upstream: the likeliest digit times its share, as released;
     not an expectation: a share of 0.4 for 5 gives 2.0, less than a certain 3.
@@ -65,8 +65,8 @@ class VideoScore2(ChatJudge):
     """Scores a video in three dimensions, from 1 to 5 (`upstream`: from 0.2 on).
 
     `integer` takes the numbers as written; `expectation` and `upstream` weigh digits by their
-    probability. The video is shown as separate frames at `rate` per second: a server that takes
-    data URLs of pictures reads them as images, not with a video's positions.
+    probability. The video is shown in separate frames at `rate` per second: a server that takes
+    data URLs of images reads them as images, not with a video's positions.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class VideoScore2(ChatJudge):
         self.rate = rate
         self.template = read_template(template, ("prompt", "media"))
         soft = {} if mode == "integer" else {"logprobs": True, "top_logprobs": 20}
-        panel = Panel(server, sampling, soft)
+        ensemble = JudgeEnsemble(server, sampling, soft)
         spec = RewardSpec(
             name="video_score2",
             dims=DIMS,
@@ -91,12 +91,12 @@ class VideoScore2(ChatJudge):
             scale=(0.0 if mode == "upstream" else 1.0, 5.0),
             licence="Apache-2.0",
             needs=("prompt", "fps"),
-            version=panel.version(mode=mode, rate=rate, **describe(self.template)),
+            version=ensemble.version(mode=mode, rate=rate, **describe(self.template)),
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation with the frames."""
+        """Build one conversation with the frames."""
         video = sample.media[0].detach()
         if not 0 < sample.fps[0] < math.inf:
             raise Unscorable(f"{sample.fps[0]} frames per second is not a frame rate")
@@ -104,7 +104,7 @@ class VideoScore2(ChatJudge):
         return [self.template.render(prompt=sample.prompts[0], media=data_urls(shown))]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """The three scores, as the mode wants them."""
+        """Return the three scores by the chosen mode."""
         if self.mode == "integer":
             return [float(number) for _, number in find_scores(answers[0].text)]
         if not answers[0].tokens:

@@ -1,4 +1,4 @@
-"""Any yes/no question as a reward: the probability of yes (VQAScore by a chat model)."""
+"""Turns any yes/no question into a reward: the probability of yes (VQAScore by a chat model)."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown
 from reward_models.chat.judge import ChatJudge
-from reward_models.chat.panel import Panel, Sampling, check_positive
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
 from reward_models.chat.parsers import shares
 from reward_models.chat.template import describe, read_template
 
@@ -15,10 +15,10 @@ _SAMPLING = Sampling(max_tokens=1)
 
 
 class YesNo(ChatJudge):
-    """P(yes) / (P(yes) + P(no)) of the first answered token, in one dimension per question.
+    """Scores P(yes) / (P(yes) + P(no)) of the first token, in one dimension per question.
 
-    `Yes`, ` yes` and `YES` are one answer. A question may contain {prompt}. A video is shown as
-    at most `frames` frames. A model that thinks before it answers cannot be read this way.
+    `Yes`, ` yes` and `YES` are one answer. A question may contain {prompt}. A video is shown in at
+    most `frames` frames. A model that thinks before it answers cannot be read this way.
     """
 
     def __init__(
@@ -34,8 +34,10 @@ class YesNo(ChatJudge):
         check_positive(frames=frames)
         self.questions, self.frames = dict(questions), frames
         self.template = read_template(template, ("question", "media"))
-        panel = Panel(server, sampling, {"logprobs": True, "top_logprobs": 20})
-        version = panel.version(questions=self.questions, frames=frames, **describe(self.template))
+        ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        version = ensemble.version(
+            questions=self.questions, frames=frames, **describe(self.template)
+        )
         about_prompt = any("{prompt}" in question for question in self.questions.values())
         spec = RewardSpec(
             name="yes_no",
@@ -46,10 +48,10 @@ class YesNo(ChatJudge):
             needs=("prompt",) if about_prompt else (),
             version=version,
         )
-        super().__init__(spec, panel)
+        super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """One conversation per question."""
+        """Build one conversation per question."""
         pictures = shown(sample, self.frames)
         return [
             self.template.render(
@@ -59,5 +61,5 @@ class YesNo(ChatJudge):
         ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """The probability of yes for every question."""
+        """Return the probability of yes for every question."""
         return [shares(answer, 0, ("yes", "no"))[0] for answer in answers]

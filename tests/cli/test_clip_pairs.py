@@ -44,10 +44,14 @@ def written(tmp_path):
 
     def write(method: dict, **changes) -> Path:
         content = {
-            "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"}, "method": method,
-            "clips": str(tmp_path / "data"), "num_steps": 8, "batch_size": 2, "device": "cpu",
+            "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"},
+            "method": method,
+            "clips": str(tmp_path / "data"),
+            "num_steps": 8,
+            "batch_size": 2,
+            "device": "cpu",
             "output_dir": str(tmp_path / "out"),
-        }  # fmt: skip
+        }
         content |= REWARD if method is DENSE else {}
         file = tmp_path / "make.yaml"
         file.write_text(yaml.safe_dump(content | changes))
@@ -109,11 +113,11 @@ def test_the_same_command_after_a_kill_makes_the_same_files(written, tmp_path, m
     assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0
     make, made = DensePairs.make, []
 
-    def once(self, workshop, some):
+    def once(self, regenerator, some):
         if made:
             raise KeyboardInterrupt
         made.append(some)
-        return make(self, workshop, some)
+        return make(self, regenerator, some)
 
     monkeypatch.setattr(DensePairs, "make", once)
     assert exit_code("clip-pairs", config, f"output_dir={broken}") == 130
@@ -313,11 +317,16 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
     """Summary and losses of two steps of a recipe on stored pairs."""
     content = {
         "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"},
-        "data": {"class_path": "flowalign.training.matching.stored.Stored",
-                 "init_args": {"path": str(path), "batch_size": 2, **data}},
+        "data": {
+            "class_path": "flowalign.training.matching.stored.StoredDataset",
+            "init_args": {"path": str(path), "batch_size": 2, **data},
+        },
         "recipe": {"loss": {"class_path": f"flowalign.losses.matching.{loss}"}},
-        "num_steps": 2, "ema": ema, "device": "cpu", "output_dir": str(tmp_path / loss),
-    }  # fmt: skip
+        "num_steps": 2,
+        "ema": ema,
+        "device": "cpu",
+        "output_dir": str(tmp_path / loss),
+    }
     file = tmp_path / "train.yaml"
     file.write_text(yaml.safe_dump(content))
     assert exit_code("train", file) == 0
@@ -422,9 +431,14 @@ def test_gapo_weighs_pairs_of_clips_by_their_gap(tmp_path):
     path = tmp_path / "pairs" / "train.jsonl"
     summary, metrics = trained(tmp_path, "dpo.DPO", path, weighting=weighting, batch_size=10)
     assert summary["status"] == "finished"
-    totals = {k: v for row in found for k, v in (
-        (row["chosen"], row["scores_chosen"]["total"]),
-        (row["rejected"], row["scores_rejected"]["total"]))}  # fmt: skip
+    totals = {
+        k: v
+        for row in found
+        for k, v in (
+            (row["chosen"], row["scores_chosen"]["total"]),
+            (row["rejected"], row["scores_rejected"]["total"]),
+        )
+    }
     low, high = min(totals.values()), max(totals.values())
     worth = {k: 2 ** ((v - low) / (high - low)) for k, v in totals.items()}
     mean = sum(worth[row["chosen"]] - worth[row["rejected"]] for row in found) / 10

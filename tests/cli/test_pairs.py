@@ -37,12 +37,21 @@ def scored(folder: Path, prompts: dict[str, list], kind: str = "jsonl", **column
             path = folder / f"{k}{i}.png"
             picture(path, 16 * k + i)
             beauty, alignment = scores
-            rows.append({
-                "record": f"r{k}-{i}", "medium": 0, "prompt": prompt, "path": str(path),
-                "reason": None if scores != (NAN, NAN) else "model refused: too dark",
-                "fingerprint": "f", "beauty": beauty, "beauty_valid": beauty is not None,
-                "alignment": alignment, "alignment_valid": alignment is not None,
-            } | columns)  # fmt: skip
+            rows.append(
+                {
+                    "record": f"r{k}-{i}",
+                    "medium": 0,
+                    "prompt": prompt,
+                    "path": str(path),
+                    "reason": None if scores != (NAN, NAN) else "model refused: too dark",
+                    "fingerprint": "f",
+                    "beauty": beauty,
+                    "beauty_valid": beauty is not None,
+                    "alignment": alignment,
+                    "alignment_valid": alignment is not None,
+                }
+                | columns
+            )
     if kind == "parquet":
         parquet.write_table(pyarrow.Table.from_pylist(rows), out / "scores.parquet")
     else:
@@ -85,10 +94,14 @@ def test_best_and_worst_of_each_prompt(tmp_path, kind, capsys):
     assert pairs(table, "--out", out, "--rule", "best_worst", "--dimensions", "beauty", *ALL) == 0
     found = rows(out / "train.jsonl")
     assert found[0] == {
-        "prompt": "a cat", "chosen": str(tmp_path / "02.png"),
-        "rejected": str(tmp_path / "01.png"), "dimension": "beauty", "gap": 2.5,
-        "scores_chosen": {"beauty": 6.5}, "scores_rejected": {"beauty": 4},
-    }  # fmt: skip
+        "prompt": "a cat",
+        "chosen": str(tmp_path / "02.png"),
+        "rejected": str(tmp_path / "01.png"),
+        "dimension": "beauty",
+        "gap": 2.5,
+        "scores_chosen": {"beauty": 6.5},
+        "scores_rejected": {"beauty": 4},
+    }
     assert chosen(found[1:]) == [("11", "10")]
     assert "2 pairs from 2 prompts" in capsys.readouterr().out
 
@@ -222,8 +235,10 @@ def test_nothing_held_out_leaves_no_file_also_of_an_earlier_run(tmp_path):
     assert pairs(table, *options, "--held_out", 0) == 0
     assert not (out / "held_out.jsonl").exists()
     assert sorted(path.name for path in out.iterdir()) == [
-        "pairs.html", "summary.json", "train.jsonl"
-    ]  # fmt: skip
+        "pairs.html",
+        "summary.json",
+        "train.jsonl",
+    ]
 
 
 # What is dropped ----------------------------------------------------------------------------------
@@ -232,8 +247,9 @@ def test_nothing_held_out_leaves_no_file_also_of_an_earlier_run(tmp_path):
 def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
     prompts = {
         "p": [(5.0, 0.5), (4.0, 1.75), (NAN, NAN), (9.0, NAN), (3.0, 0.25), (8.0, 0.0), (1.0, 1.0)],
-        "alone": [(1.0, 1.0)], "q": [(1.0, 2.0), (3.0, 1.5)],
-    }  # fmt: skip
+        "alone": [(1.0, 1.0)],
+        "q": [(1.0, 2.0), (3.0, 1.5)],
+    }
     table, out = scored(tmp_path, prompts), tmp_path / "out"
     (tmp_path / "04.png").unlink()
     (tmp_path / "21.png").write_bytes((tmp_path / "20.png").read_bytes())
@@ -245,17 +261,22 @@ def test_everything_dropped_is_counted_and_named(tmp_path, capsys):
     assert pairs(table, "--out", out, *options) == 0
     summary = json.loads((out / "summary.json").read_text())
     assert chosen(rows(out / "train.jsonl")) == [("01", "00")]
-    media = {why: (known["count"], known["first"]) for why, known in
-             summary["dropped_media"].items()}  # fmt: skip
+    media = {
+        why: (known["count"], known["first"]) for why, known in summary["dropped_media"].items()
+    }
     assert media == {
-        "no valid score": (2, [
-            "record r0-2, medium 0: model refused: too dark", "record r0-3, medium 0",
-        ]),
+        "no valid score": (
+            2,
+            [
+                "record r0-2, medium 0: model refused: too dark",
+                "record r0-3, medium 0",
+            ],
+        ),
         "missing file": (1, [f"record r0-4, medium 0: {tmp_path}/04.png"]),
         "held by the dataset itself, not a file": (1, ["record r0-5, medium 0"]),
         "repeated medium": (1, ["record r0-0, medium 0"]),
         "nothing to compare with": (1, ["record r1-0, medium 0"]),
-    }  # fmt: skip
+    }
     dropped = {why: known["count"] for why, known in summary["dropped_pairs"].items()}
     assert dropped == {"the media differ in size": 2, "the media are equal": 1}
     told = capsys.readouterr().out
@@ -323,7 +344,7 @@ BOTH = ("--weights", "beauty=1", "alignment=1")
         ((*GAP, *BEAUTY, "--held_out", 1), "--held_out is 1; it must be in [0, 1)"),
         ((*GAP, *BEAUTY, "--root", "/nowhere"), "--root '/nowhere' is no folder"),
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_be_are_refused(tmp_path, options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         pairs(scored(tmp_path, TWO), "--out", tmp_path / "out", *options)

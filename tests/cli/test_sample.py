@@ -89,8 +89,12 @@ def test_a_folder_lists_every_picture_with_its_prompt_and_seed(sample, tmp_path,
     rows = listing(tmp_path / "out")
     assert [row["id"] for row in rows] == [f"{i:06d}-{j:02d}" for i in range(5) for j in range(3)]
     assert rows[7] == {
-        "id": "000002-01", "file_name": "000002-01.png", "prompt": "aaa", "seed": 3, "copy": 1,
-    }  # fmt: skip
+        "id": "000002-01",
+        "file_name": "000002-01.png",
+        "prompt": "aaa",
+        "seed": 3,
+        "copy": 1,
+    }
     contents = {(tmp_path / "out" / row["file_name"]).read_bytes() for row in rows}
     assert len(contents) == 15
     files = [row["file_name"] for row in rows] + ["metadata.jsonl", "sample.json"]
@@ -348,8 +352,14 @@ class Clips(Tinted):
 
 EACH_FRAME = """[{class_path: reward_models.per_frame.PerFrame,
   init_args: {reward: {class_path: tests.fixtures.pixel.Redness}, over: mean}}]"""
-VIDEO = ["--policy.class_path", "tests.cli.test_sample.Clips", "--rewards", EACH_FRAME,
-         "--reward_weights", "{redness_mean: 1.0}"]  # fmt: skip
+VIDEO = [
+    "--policy.class_path",
+    "tests.cli.test_sample.Clips",
+    "--rewards",
+    EACH_FRAME,
+    "--reward_weights",
+    "{redness_mean: 1.0}",
+]
 
 
 def clip_of(prompt: str, *place: int) -> Tensor:
@@ -362,13 +372,19 @@ def test_a_video_model_leaves_whole_clips_that_can_be_scored(sample, tmp_path, c
     assert sample("--count", 2, "--limit", 2, "--out", out, *VIDEO) == 0
     rows = listing(out)
     assert rows[3] == {
-        "id": "000001-01", "file_name": "000001-01.mp4", "prompt": "aaaaa", "seed": 3, "copy": 1,
+        "id": "000001-01",
+        "file_name": "000001-01.mp4",
+        "prompt": "aaaaa",
+        "seed": 3,
+        "copy": 1,
         "fps": 12.5,
-    }  # fmt: skip
+    }
     assert "4 clips, 4 of them new" in capsys.readouterr().err
     assert sorted(os.listdir(out)) == [
-        *(row["file_name"] for row in rows), "metadata.jsonl", "sample.json",
-    ]  # fmt: skip
+        *(row["file_name"] for row in rows),
+        "metadata.jsonl",
+        "sample.json",
+    ]
     records = list(open_dataset(str(out)))
     assert [record.media[0].fps for record in records] == [12.5] * 4
     found = decode(records[3].media[0])

@@ -59,8 +59,10 @@ def test_both_formats_hold_the_same_rows_and_zero_says_that_all_is_well(tmp_path
     assert [row["prompt"] for row in rows(out)] == [f"prompt {k}" for k in range(20)]
     types = {field.name: str(field.type) for field in table.schema}
     assert (types["medium"], types["brightness"], types["brightness_valid"]) == (
-        "int64", "double", "bool",
-    )  # fmt: skip
+        "int64",
+        "double",
+        "bool",
+    )
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["schema"], summary["rows"]) == ("complete", "generic", 20)
     assert summary["fingerprint"] == rows(out)[0]["fingerprint"]
@@ -149,8 +151,21 @@ def test_the_limit_is_of_records(tmp_path):
 def test_each_of_several_processes_gets_the_same_options(tmp_path):
     parser = argparse.ArgumentParser()
     score_command.add_arguments(parser)
-    args = parser.parse_args(["data", "--rewards", "r", "--out", "o", "--processes", "3",
-                              "--limit", "7", "--max_failed_fraction", "0.5"])  # fmt: skip
+    args = parser.parse_args(
+        [
+            "data",
+            "--rewards",
+            "r",
+            "--out",
+            "o",
+            "--processes",
+            "3",
+            "--limit",
+            "7",
+            "--max_failed_fraction",
+            "0.5",
+        ]
+    )
     command = score_command._shard_command(args, 1)
     again = parser.parse_args(command[3:])
     assert (again.shard, again.processes) == ("1/3", 1)
@@ -159,8 +174,19 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
 
 
 def command(data: str, out: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "flowalign.cli.score", data, "--rewards", REWARD, "--out",
-            str(out), "--format", "jsonl", *options]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "flowalign.cli.score",
+        data,
+        "--rewards",
+        REWARD,
+        "--out",
+        str(out),
+        "--format",
+        "jsonl",
+        *options,
+    ]
 
 
 @pytest.mark.slow

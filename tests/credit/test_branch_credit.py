@@ -14,12 +14,12 @@ from flowalign.credit.granular import Granular
 from flowalign.credit.redistribute import Redistribute, nearness, shares
 from flowalign.credit.tree import LeafAdvantage
 from flowalign.functional.advantage import group_center
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.sampling.rollout import Sampling, blank
+from flowalign.sampling.rollout import Sampling, empty_trajectory
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.types import Trajectory, Values
+from flowalign.types import Trajectory, ValueFunction
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given
 
@@ -29,18 +29,22 @@ HAND = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1], [0, 2, 2, 2], [0, 2, 3, 3]])
 
 
 def trajectory(branching=None, prompts=("a",), window=None, **sampling) -> Trajectory:
-    cfg = Sampling(**{"num_steps": 3, "branching": branching or Chain(),
-                      "window": window or AllButLast()} | sampling)  # fmt: skip
-    steps = cfg.window.steps(cfg.num_steps, 0, torch.Generator())
-    return blank(cfg, steps, prompts, torch.linspace(1, 0, cfg.num_steps + 1))
+    cfg = Sampling(
+        **{"num_steps": 3, "branching": branching or Chain(), "sde_window": window or AllButLast()}
+        | sampling
+    )
+    steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator())
+    return empty_trajectory(cfg, steps, prompts, torch.linspace(1, 0, cfg.num_steps + 1))
 
 
-def with_states(blank: Trajectory) -> Trajectory:
+def with_states(empty_trajectory: Trajectory) -> Trajectory:
     """Random ones, of two elements."""
     generator = torch.Generator().manual_seed(1)
-    states = {k: torch.randn(len(blank.holders(k)), 2, generator=generator)
-              for k in range(blank.num_steps + 1)}  # fmt: skip
-    return replace(blank, states=states)
+    states = {
+        k: torch.randn(len(empty_trajectory.rows.unique_rows(k)), 2, generator=generator)
+        for k in range(empty_trajectory.num_steps + 1)
+    }
+    return replace(empty_trajectory, states=states)
 
 
 def outcomes(*values: float) -> Given:
@@ -76,10 +80,13 @@ def recorded_tree(i: int):
             path.insert(0, int(t["parent"][path[0]]))
         paths.append(path)
     nodes = torch.tensor(paths)
-    origin = torch.stack([
-        torch.tensor([column.tolist().index(node) for node in column.tolist()])
-        for column in nodes.unbind(1)
-    ], 1)  # fmt: skip
+    origin = torch.stack(
+        [
+            torch.tensor([column.tolist().index(node) for node in column.tolist()])
+            for column in nodes.unbind(1)
+        ],
+        1,
+    )
     return t, nodes, origin
 
 
@@ -153,7 +160,7 @@ def test_samples_that_share_nothing_are_refused_with_the_line_to_change(credit):
 
 
 def test_steps_from_one_shared_noise_can_be_compared_as_siblings():
-    shared = trajectory(samples_per_prompt=4, seeds_per_prompt=1, window=Fixed(0, 1))
+    shared = trajectory(samples_per_prompt=4, seeds_per_prompt=1, sde_window=Fixed(0, 1))
     got = Branch()(shared, outcomes(1, 2, 3, 4))
     assert got.value[got.mask].flatten().tolist() == [1, 2, 3, 4]
 
@@ -213,7 +220,7 @@ def test_completions_visit_the_points_of_g2rpos_schedules():
         assert visited == [*recorded["sigmas"][k + 1 :], *([] if recorded["reaches_zero"] else [0])]
 
 
-class ByStride(Values):
+class ByStride(ValueFunction):
     """The value of state k is 10 k + stride + sample^stride; the outcome's is that of stride 0."""
 
     def __call__(self, ks, how=None):
@@ -223,7 +230,7 @@ class ByStride(Values):
 
 
 def test_granular_credit_sums_one_advantage_per_stride():
-    got = Granular(strides=(1, 2))(trajectory(samples_per_prompt=4, window=Fixed(0, 1)), ByStride())
+    got = Granular(strides=(1, 2))(trajectory(samples_per_prompt=4, sde_window=Fixed(0, 1)), ByStride())
     one, two = torch.arange(4.0), torch.arange(4.0) ** 2
     wanted = sum((v - v.mean()) / (v.std(correction=0) + 1e-4) for v in (one, two))
     assert got.normalised
@@ -249,7 +256,7 @@ def test_shares_by_hand():
 
 def test_nearness_to_the_last_state_by_hand_from_the_states_of_trained_steps_alone():
     """Of steps 1 and 2 among 4; state 0 is not kept, and no one asks for it."""
-    one = trajectory(samples_per_prompt=1, num_steps=4, window=Fixed(1, 3))
+    one = trajectory(samples_per_prompt=1, num_steps=4, sde_window=Fixed(1, 3))
     states = {1: [0.0, 2.0], 2: [4.0, 3.0], 3: [-3.0, 4.0], 4: [5.0, 0.0]}
     one = replace(one, states={k: torch.tensor([x]) for k, x in states.items()})
     assert_close(nearness(one), torch.tensor([[0.0, 0.0, 0.8, -0.6, 0.0]]))
@@ -285,13 +292,15 @@ def test_the_slope_is_that_within_groups():
 
 
 def test_a_value_that_explains_nothing_is_not_taken_off_and_one_that_explains_all_is():
-    values = torch.tensor([
-        [[1.0], [1.0], [4.0]],
-        [[2.0], [2.0], [4.0]],
-        [[1.0], [1.0], [6.0]],
-        [[2.0], [2.0], [6.0]],
-    ])  # fmt: skip
-    chain = trajectory(samples_per_prompt=4, num_steps=2, window=Fixed(0, 2))
+    values = torch.tensor(
+        [
+            [[1.0], [1.0], [4.0]],
+            [[2.0], [2.0], [4.0]],
+            [[1.0], [1.0], [6.0]],
+            [[2.0], [2.0], [6.0]],
+        ]
+    )
+    chain = trajectory(samples_per_prompt=4, num_steps=2, sde_window=Fixed(0, 2))
     got = ControlVariate()(chain, Given(values)).value[..., 0]
     assert_close(got, torch.tensor([[0.0, 4.0], [0.0, 4.0], [0.0, 6.0], [0.0, 6.0]]))
 

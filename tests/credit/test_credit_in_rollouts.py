@@ -12,13 +12,20 @@ from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.rewards.composite import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
-from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.policy_gradient.settings import Settings
 from flowalign.types import RewardOutput
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import Given, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import (
+    Given,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    train,
+)
 
 THREE = ["a", "bb", "ccc"]
 DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False), Discounted(0.8)]
@@ -36,7 +43,7 @@ def moving_learner():
 
 def setting(credit, window=None, num_steps=5, **recipe):
     """A recipe, a learner and one trajectory of twelve samples."""
-    sampling = {"num_steps": num_steps, "window": window or AllButLast()}
+    sampling = {"num_steps": num_steps, "sde_window": window or AllButLast()}
     cfg, learner = new_recipe(sampling, credit=credit, **recipe), moving_learner()
     return cfg, learner, rollout(cfg, learner, THREE, 0, 0)
 
@@ -44,7 +51,7 @@ def setting(credit, window=None, num_steps=5, **recipe):
 def whole(cfg, learner):
     """The trajectory of `setting` with all of its states."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Online, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
+        patch.setattr(Settings, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
         return rollout(cfg, learner, THREE, 0, 0)
 
 
@@ -126,7 +133,7 @@ def test_the_value_of_a_steps_next_state_is_that_of_finishing_it(credit, window)
     v = values_by_hand(learner.policy, whole(cfg, learner))
     earned = v[:, 1:] - v[:, :-1] if isinstance(credit, Gain) else v[:, 1:]
     centred = earned - earned.view(3, 4, 5).mean(1).repeat_interleave(4, 0)
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     wanted = torch.where(trajectory.eta > 0, centred, 0.0)
     assert_close(batch.advantage, wanted, atol=1e-5, rtol=1e-4)
     assert wanted.abs().max() > 0.01
@@ -137,7 +144,7 @@ def test_gains_of_the_window_sum_to_what_was_gained_in_it():
     cfg, learner, trajectory = setting(Gain(), Fixed(0, 4), advantage_scale="none")
     v = values_by_hand(learner.policy, trajectory)
     total = v[:, -1] - v[:, 0]
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     wanted = total - total.view(3, 4).mean(1).repeat_interleave(4, 0)
     assert_close(batch.advantage.sum(1), wanted, atol=1e-5, rtol=1e-4)
 
@@ -148,7 +155,7 @@ def test_joint_compares_a_gain_with_all_gains_of_its_prompt():
     v = values_by_hand(learner.policy, trajectory)
     gains = (v[:, 1:] - v[:, :-1])[:, :4].reshape(3, 16)
     wanted = (gains - gains.mean(1, keepdim=True)) / (gains.std(1, correction=0)[:, None] + 1e-4)
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     assert_close(batch.advantage[:, :4], wanted.view(12, 4), atol=1e-3, rtol=1e-3)
     assert batch.advantage.view(3, 4, 5).mean(1).abs().max() > 0.05  # steps differ from each other
 
@@ -190,7 +197,7 @@ MISSING = [
 def test_a_state_without_a_value_costs_the_transitions_that_need_it(credit, k, lost):
     cfg, learner, trajectory = setting(credit, on_failed_reward="drop_sample")
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, k))
-    batch, metrics = judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
+    batch, metrics = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
     whole = {(b, step) for b in range(12) for step in range(4)}
     assert trained(batch) == whole - {(6, step) for step in lost}
     assert batch.advantage.isfinite().all()
@@ -203,7 +210,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_sample")
     v = values_by_hand(learner.policy, trajectory)
     rewards = blind_rewards(learner, trajectory, "drop_sample", (6, 2))
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
     rest = (v[:, 2] - v[:, 1])[[4, 5, 7]]
     wanted = (rest - rest.mean()) / (rest.std(correction=0) + 1e-4)
     assert_close(batch.advantage[[4, 5, 7], 1], wanted, atol=1e-3, rtol=1e-3)
@@ -212,7 +219,7 @@ def test_what_is_left_is_compared_without_the_missing_gain():
 def test_dropping_groups_drops_them_at_the_steps_concerned():
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_group")
     rewards = blind_rewards(learner, trajectory, "drop_group", (6, 2))
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
     lost = {(b, k) for b in (4, 5, 6, 7) for k in (1, 2)}
     assert trained(batch) == {(b, k) for b in range(12) for k in range(4)} - lost
 
@@ -221,7 +228,7 @@ def test_a_failure_at_an_intermediate_state_stops_a_run_that_raises():
     cfg, learner, trajectory = setting(Gain())
     rewards = blind_rewards(learner, trajectory, "raise", (6, 2))
     with pytest.raises(RewardFailure, match=r"1 of 12 rewards failed at state 2.*sample 6.*'bb'"):
-        judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
+        credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
 
 
 # Cost and learning --------------------------------------------------------------------------------
@@ -229,11 +236,13 @@ def test_a_failure_at_an_intermediate_state_stops_a_run_that_raises():
 
 def spent(credit, window, num_steps):
     """Network evaluations, decodes and reward calls per sample until credit is given."""
-    cfg = new_recipe({"num_steps": num_steps, "window": window}, credit=credit)
+    cfg = new_recipe({"num_steps": num_steps, "sde_window": window}, credit=credit)
     learner, rewards, costs = moving_learner(), new_rewards(), Costs()
     rewards.costs = costs
-    costs.watch(learner.policy.denoiser)
-    judge(cfg, learner, state_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0)))
+    costs.count(learner.policy.denoiser)
+    credited(
+        cfg, learner, completion_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+    )
     counts = costs.network_evaluations, costs.decodes, costs.reward_calls
     return tuple(count / 12 for count in counts)
 

@@ -14,7 +14,7 @@ from flowalign.curation.clip_pairs.job import run as make_pairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.run import ClipPairs
 from flowalign.curation.scoring.job import Job, Speed, TooManyFailed, finish, run
-from flowalign.data.latents.encode_once import Latents
+from flowalign.data.latents.encode_once import LatentCache
 from flowalign.data.preference.convert import read_pairs
 from flowalign.data.readers import open_dataset
 from flowalign.distributed.processes import ALONE
@@ -95,7 +95,7 @@ def test_pairs_of_bad_clips_are_dropped_and_counted(folder):
     )
     assert "pairs.jsonl row 2: " in tally.examples["unreadable video"][0]
     media = [Media(str(folder / name)) for name in NAMES]
-    failed = Latents(VideoPixel(), None).prepare(media, flips=False)
+    failed = LatentCache(VideoPixel(), None).prepare(media, flips=False)
     assert sorted(failed) == [1, 2, 4, 5]
     assert failed[4].startswith("truncated or damaged video: ")
     assert failed[5].startswith("too short: ")
@@ -111,7 +111,7 @@ def of_frames(num_frames: int, fps: float) -> VideoPixel:
 def test_a_clip_that_is_shorter_than_the_policys_is_left_out_by_name(tmp_path):
     """Also where the policy itself would take it."""
     write_clip(tmp_path / "a.mp4", clip(0, 12), 4.0)
-    latents = Latents(of_frames(13, 4.0), None)
+    latents = LatentCache(of_frames(13, 4.0), None)
     failed = latents.prepare([Media(str(tmp_path / "a.mp4"))], flips=False)
     assert failed == {0: f"too short: {tmp_path / 'a.mp4'} gives 12 of the wanted 13 frames"}
     assert latents.num_encoded == 0
@@ -124,11 +124,11 @@ def test_frames_after_those_of_the_policy_are_not_looked_at(tmp_path):
         write_clip(tmp_path / name, clip(1, 520), 24000 / 1001)
     half(tmp_path / "cut.webm", 0.8)
     media = [Media(str(tmp_path / name)) for name in ("long.mp4", "cut.webm")]
-    latents = Latents(of_frames(FRAMES, 24.0), None)
+    latents = LatentCache(of_frames(FRAMES, 24.0), None)
     assert latents.prepare(media, flips=False) == {}
     expected = latents.policy.embed(clip(1, 520)[None, :FRAMES])
     assert (latents.read(media, [False] * 2) - expected).abs().max() < 0.05
-    everything = Latents(VideoPixel(fps=24.0), None).prepare(media, flips=False)
+    everything = LatentCache(VideoPixel(fps=24.0), None).prepare(media, flips=False)
     assert everything[0].startswith("too few frames: ")
     assert everything[1].startswith("truncated or damaged video: ")
 
@@ -157,11 +157,16 @@ def test_pairs_made_of_clips_take_the_frames_of_the_policy_unless_told(tmp_path)
     faults = {}
     for num_frames, policy in ((None, of_frames(13, 24.0)), (12, VideoPixel(fps=24.0))):
         cfg = ClipPairs(
-            policy=policy, clips=str(clips), method=LocalPairs(), num_steps=4,
-            num_frames=num_frames, output_dir=str(tmp_path / f"out{num_frames}"), device="cpu",
-        )  # fmt: skip
+            policy=policy,
+            clips=str(clips),
+            method=LocalPairs(),
+            num_steps=4,
+            num_frames=num_frames,
+            output_dir=str(tmp_path / f"out{num_frames}"),
+            device="cpu",
+        )
         make_pairs(cfg, cfg.dataset(), (0, 1), lambda _: None)
-        faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).faults]
+        faults[num_frames] = [why for why, _ in pairs_made(cfg, 1).errors]
     short = f"too short: {clips / 'short.mp4'} gives 12 of the wanted 13 frames"
     assert faults == {None: [short], 12: []}
 

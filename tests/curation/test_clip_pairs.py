@@ -5,20 +5,20 @@ import torch
 from torch import Tensor, nn, tensor
 from torch.testing import assert_close
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Scores, Workshop
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, Scores
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
-from flowalign.curation.clip_pairs.method import Dropped, Made
+from flowalign.curation.clip_pairs.method import ClipPair, Dropped
 from flowalign.functional.matching import noised
 from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from tests.fixtures.video_pixel import FRAMES, GRID, VideoPixel, Warmth, clip
 
 
-def workshop(policy=None, rewards=None, num_steps: int = 8, seed: int = 0, micro: int = 3):
+def regenerator(policy=None, rewards=None, num_steps: int = 8, seed: int = 0, micro: int = 3):
     policy, rewards = policy or VideoPixel(), rewards or Rewards([Warmth()], {"warm": 1.0})
-    rewards.costs.watch(policy.denoiser)
-    return Workshop(policy, rewards, num_steps, seed, micro)
+    rewards.costs.count(policy.denoiser)
+    return ClipRegenerator(policy, rewards, num_steps, seed, micro)
 
 
 def clips(count: int = 3, first: int = 0) -> Clips:
@@ -38,7 +38,7 @@ def linear() -> VideoPixel:
 
 
 def test_a_clip_is_noised_to_its_step_and_denoised_by_the_steps_from_there():
-    some, shop = clips(2), workshop(linear())
+    some, shop = clips(2), regenerator(linear())
     noise = shop.noise("x", some)
     got = shop.regenerated(some, noise, tensor([3, 6]))
     for row, start in enumerate((3, 6)):
@@ -50,7 +50,7 @@ def test_a_clip_is_noised_to_its_step_and_denoised_by_the_steps_from_there():
 def test_clips_of_different_levels_share_calls_and_change_nothing_for_each_other():
     some, policy = clips(3), VideoPixel(seed=3)
     nn.init.normal_(policy.denoiser[-1].weight, generator=torch.Generator().manual_seed(1))
-    shop = workshop(policy)
+    shop = regenerator(policy)
     noise, starts = shop.noise("x", some), tensor([5, 2, 6])
     together = shop.regenerated(some, noise, starts)
     assert shop.rewards.costs.sampling_evaluations == 3 + 6 + 2
@@ -61,7 +61,7 @@ def test_clips_of_different_levels_share_calls_and_change_nothing_for_each_other
 
 
 def test_a_mask_of_ones_changes_nothing_and_outside_of_a_mask_the_clip_is_real_to_the_bit():
-    some, shop = clips(2), workshop(VideoPixel(seed=2))
+    some, shop = clips(2), regenerator(VideoPixel(seed=2))
     noise, starts = shop.noise("x", some), tensor([2, 4])
     free = shop.regenerated(some, noise, starts)
     ones = torch.ones(2, 1, *GRID)
@@ -84,7 +84,7 @@ class Watching(VideoPixel):
 
 def test_outside_the_mask_the_network_sees_the_clip_with_the_same_noise_at_every_level():
     policy, some = Watching(), clips(1)
-    shop = workshop(policy)
+    shop = regenerator(policy)
     noise, mask = shop.noise("x", some), torch.ones(1, 1, *GRID)
     mask[:, :, :, 0] = 0
     shop.regenerated(some, noise, tensor([3]), mask)
@@ -95,10 +95,10 @@ def test_outside_the_mask_the_network_sees_the_clip_with_the_same_noise_at_every
 
 
 def test_noise_belongs_to_seed_purpose_and_number_of_the_clip_alone():
-    shop, later = workshop(), Clips(clips(3).latents[1:], ["p", "q"], [1, 2])
+    shop, later = regenerator(), Clips(clips(3).latents[1:], ["p", "q"], [1, 2])
     assert torch.equal(shop.noise("noise", clips(3))[1:], shop.noise("noise", later))
     assert not torch.equal(shop.noise("a", later), shop.noise("b", later))
-    assert not torch.equal(shop.noise("a", later), workshop(seed=1).noise("a", later))
+    assert not torch.equal(shop.noise("a", later), regenerator(seed=1).noise("a", later))
 
 
 # DenseDPO -----------------------------------------------------------------------------------------
@@ -106,17 +106,17 @@ def test_noise_belongs_to_seed_purpose_and_number_of_the_clip_alone():
 
 def test_both_copies_start_at_one_level_between_the_limits_and_from_different_noise():
     policy = Watching()
-    results = DensePairs(seconds=0.5).make(workshop(policy, num_steps=120, micro=99), clips(3))
+    results = DensePairs(seconds=0.5).make(regenerator(policy, num_steps=120, micro=99), clips(3))
     first = {}
     for sigma, states in policy.shown:
         first.setdefault(len(states), sigma)
-    levels = [made.row["level"] for made in results if isinstance(made, Made)]
+    levels = [made.row["level"] for made in results if isinstance(made, ClipPair)]
     assert len(set(levels)) == 3
     assert all(0.64 <= level <= 0.81 for level in levels)
     # The two rows of a clip join the walk together, the highest level first.
     assert first == dict(zip((2, 4, 6), sorted(levels, reverse=True), strict=True))
     for made in results:
-        assert isinstance(made, Made)
+        assert isinstance(made, ClipPair)
         a, b = made.sides["a"], made.sides["b"]
         assert (a.latent - b.latent).abs().min() > 0
         assert a.media.shape == b.media.shape == (FRAMES, 3, 4, 6)
@@ -137,10 +137,10 @@ class ByFrame(RewardModel):
         return RewardOutput.build(self.spec, values)
 
 
-def labelled(table: list[list[float]], **changes) -> tuple[list[Made | Dropped], ByFrame]:
+def labelled(table: list[list[float]], **changes) -> tuple[list[ClipPair | Dropped], ByFrame]:
     reward = ByFrame(table)
     method = DensePairs(**{"seconds": 0.5} | changes)
-    shop = workshop(rewards=Rewards([reward], {"good": 2.0}))
+    shop = regenerator(rewards=Rewards([reward], {"good": 2.0}))
     return method.make(shop, clips(len(table) // 2)), reward
 
 
@@ -150,7 +150,7 @@ TABLE = [[1.0, 2.0, 3.0, 4.0], [0.0, 5.0, 0.5, 0.0], [0.5, 3.0, 3.0, 3.75], [0.0
 
 def test_segments_are_labelled_by_the_weighted_scores_of_their_own_frames():
     results, reward = labelled(TABLE)
-    segments = [made.row["segments"] for made in results if isinstance(made, Made)]
+    segments = [made.row["segments"] for made in results if isinstance(made, ClipPair)]
     assert [[s["label"] for s in part] for part in segments] == [[1, -1, 0, 1], [0, 1, -1, -1]]
     assert [(s["start"], s["stop"]) for s in segments[0]] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     # A latent frame is half a second; the first is the first frame alone.
@@ -158,14 +158,14 @@ def test_segments_are_labelled_by_the_weighted_scores_of_their_own_frames():
     assert reward.calls[0][1:] == ([4.0] * 4, ["p", "pp", "p", "pp"])
     media = torch.cat([part for part, _, _ in reward.calls], 1)
     made = results[1]
-    assert isinstance(made, Made)
+    assert isinstance(made, ClipPair)
     assert torch.equal(media[1], made.sides["a"].media)
     assert torch.equal(media[3], made.sides["b"].media)
 
 
 def test_scores_of_a_copy_are_means_over_its_segments_and_only_of_weighted_dimensions():
     made = labelled(TABLE)[0][0]
-    assert isinstance(made, Made)
+    assert isinstance(made, ClipPair)
     assert (made.row["score_a"], made.row["score_b"]) == (2 * 2.5, 2 * 2.5625)
     assert made.row["scores_a"] == {"good": 2.5}
 
@@ -173,11 +173,11 @@ def test_scores_of_a_copy_are_means_over_its_segments_and_only_of_weighted_dimen
 def test_differences_up_to_the_margin_are_ties_and_pairs_with_too_few_others_are_dropped():
     # Twice the difference counts: 1, -2, 0, 0.5 and 0, 2, -1, -1.
     first, second = labelled(TABLE, margin=1.0, min_decided=0.24)[0]
-    assert isinstance(first, Made)
+    assert isinstance(first, ClipPair)
     assert [s["label"] for s in first.row["segments"]] == [0, -1, 0, 0]
-    assert isinstance(second, Made)
+    assert isinstance(second, ClipPair)
     for few in labelled(TABLE, margin=1.0, min_decided=0.25)[0]:
-        assert few == Dropped("too few segments with a preference: 25%", ordinary=True)
+        assert few == Dropped("too few segments with a preference: 25%", expected=True)
 
 
 @pytest.mark.parametrize(("decided", "kept"), [(1, False), (2, True)])
@@ -187,29 +187,29 @@ def test_a_pair_is_kept_where_more_than_a_fifth_of_its_segments_has_a_preference
     labels = torch.tensor([1.0, -1.0, 0.0, 0.0, 0.0]) * (torch.arange(5) < decided)
     problem = DensePairs()._problem([scores] * 5, {"a": 0, "b": 1}, labels)
     assert problem == (
-        None if kept else Dropped("too few segments with a preference: 20%", ordinary=True)
+        None if kept else Dropped("too few segments with a preference: 20%", expected=True)
     )
 
 
 def test_a_pair_without_any_preference_is_dropped_whatever_is_asked():
     (tie,) = labelled([[1.0, 2.0, 3.0, 4.0]] * 2, min_decided=0.0)[0]
-    assert tie == Dropped("too few segments with a preference: 0%", ordinary=True)
+    assert tie == Dropped("too few segments with a preference: 0%", expected=True)
 
 
 def test_a_segment_whose_score_is_unknown_drops_its_pair_with_the_reason_and_no_other():
     table = [row.copy() for row in TABLE]
     table[2][1] = torch.nan
     lost, kept = labelled(table)[0]
-    assert isinstance(kept, Made)
+    assert isinstance(kept, ClipPair)
     assert isinstance(lost, Dropped)
     assert lost.problem.startswith("no valid score: segment 1 of b: by_frame returned")
-    assert not lost.ordinary
+    assert not lost.expected
 
 
 def test_longer_segments_are_fewer_calls():
-    shop = workshop()
+    shop = regenerator()
     made = DensePairs(seconds=1.0).make(shop, clips(1))[0]
-    assert isinstance(made, Made)
+    assert isinstance(made, ClipPair)
     assert [(s["start"], s["stop"]) for s in made.row["segments"]] == [(0, 2), (2, 4)]
     assert shop.rewards.models[0].seen == [3, 4]
     assert (shop.rewards.costs.reward_calls, shop.rewards.costs.decodes) == (4, 2)
@@ -243,8 +243,10 @@ def test_dense_pairs_need_a_weighted_reward_and_local_pairs_take_none():
 
 
 def test_a_loser_is_its_winner_but_in_the_mask():
-    for made, latent in zip(LocalPairs().make(workshop(), clips(3)), clips(3).latents, strict=True):
-        assert isinstance(made, Made)
+    for made, latent in zip(
+        LocalPairs().make(regenerator(), clips(3)), clips(3).latents, strict=True
+    ):
+        assert isinstance(made, ClipPair)
         assert made.mask is not None
         winner, loser = made.sides["positive"].latent, made.sides["negative"].latent
         assert torch.equal(winner, latent)
@@ -255,19 +257,19 @@ def test_a_loser_is_its_winner_but_in_the_mask():
 
 def test_a_loser_is_denoised_by_its_share_of_the_steps_in_a_mask_of_its_share_of_places():
     method = LocalPairs(strengths=[0.75], share=(0.25, 0.25), max_shapes=1)
-    shop = workshop(num_steps=8)
+    shop = regenerator(num_steps=8)
     made = method.make(shop, clips(2))
     assert shop.rewards.costs.sampling_evaluations == 2 * 6
-    assert [one.row for one in made if isinstance(one, Made)] == [{"strength": 0.75}] * 2
-    assert [int(one.mask.sum()) for one in made if isinstance(one, Made)] == [6, 6]
+    assert [one.row for one in made if isinstance(one, ClipPair)] == [{"strength": 0.75}] * 2
+    assert [int(one.mask.sum()) for one in made if isinstance(one, ClipPair)] == [6, 6]
 
 
 def test_strengths_and_masks_are_drawn_for_each_clip_whatever_is_made_beside_it():
-    some = LocalPairs().make(workshop(num_steps=20), clips(24))
-    rows = [one for one in some if isinstance(one, Made)]
+    some = LocalPairs().make(regenerator(num_steps=20), clips(24))
+    rows = [one for one in some if isinstance(one, ClipPair)]
     assert {one.row["strength"] for one in rows} == {0.75, 0.8, 0.85}
-    alone = LocalPairs().make(workshop(num_steps=20), clips(1, first=9))[0]
-    assert isinstance(alone, Made)
+    alone = LocalPairs().make(regenerator(num_steps=20), clips(1, first=9))[0]
+    assert isinstance(alone, ClipPair)
     assert torch.equal(alone.mask, rows[9].mask)
     assert_close(alone.sides["negative"].latent, rows[9].sides["negative"].latent)
 

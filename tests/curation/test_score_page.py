@@ -22,15 +22,30 @@ from flowalign.curation.scoring.page import (
 from flowalign.data.readers import open_dataset
 from flowalign.media.encode import write_clip
 
-SUMMARY = {"rows": 9, "failed": 2, "reasons": {"missing file": 2}, "rows_per_second": 12.34,
-           "data": "pictures", "schema": "generic"}  # fmt: skip
+SUMMARY = {
+    "rows": 9,
+    "failed": 2,
+    "reasons": {"missing file": 2},
+    "rows_per_second": 12.34,
+    "data": "pictures",
+    "schema": "generic",
+}
 
 
 def row(record, score, other=0.5, reason="", **more):
     known = score is not None
-    return {"record": record, "medium": 0, "prompt": f"prompt of {record}", "path": f"{record}.png",
-            "reason": reason, "fingerprint": "f", "level": score, "level_valid": known,
-            "other": other, "other_valid": True} | more  # fmt: skip
+    return {
+        "record": record,
+        "medium": 0,
+        "prompt": f"prompt of {record}",
+        "path": f"{record}.png",
+        "reason": reason,
+        "fingerprint": "f",
+        "level": score,
+        "level_valid": known,
+        "other": other,
+        "other_valid": True,
+    } | more
 
 
 def findings(*rows):
@@ -80,8 +95,9 @@ def test_the_page_stands_alone_escapes_and_speaks_of_people_where_they_judged():
 
 
 def test_one_dimension_has_no_correlations_and_a_dead_one_no_chart():
-    rows = [{k: v for k, v in row(f"r{i}", None).items() if not k.startswith("other")}
-            for i in range(3)]  # fmt: skip
+    rows = [
+        {k: v for k, v in row(f"r{i}", None).items() if not k.startswith("other")} for i in range(3)
+    ]
     page = render("x", findings(*rows), {}, SUMMARY)
     assert "Correlation between" not in page
     assert "No valid score" in page

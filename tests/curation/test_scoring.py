@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flowalign.curation.scoring import job as scoring
-from flowalign.curation.scoring.job import Job, Speed, Tally, TooManyFailed, finish, run
+from flowalign.curation.scoring.job import Job, RunningStats, Speed, TooManyFailed, finish, run
 from flowalign.curation.scoring.table import Parts, alone
 from flowalign.data.readers import open_dataset
 from flowalign.types import RewardModel, RewardOutput
@@ -39,8 +39,14 @@ def pairs(folder: Path, count: int) -> str:
     for k in range(count):
         for medium in range(2):
             picture(folder / f"{k}-{medium}.png", 2 * k + medium, SIZES[(k + medium) % 3])
-        rows.append({"id": f"r{k}", "prompt": f"{k}", "images": [f"{k}-0.png", f"{k}-1.png"],
-                     "ranks": [1, 2]})  # fmt: skip
+        rows.append(
+            {
+                "id": f"r{k}",
+                "prompt": f"{k}",
+                "images": [f"{k}-0.png", f"{k}-1.png"],
+                "ranks": [1, 2],
+            }
+        )
     path = folder / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -109,10 +115,13 @@ def test_each_model_fails_for_itself_and_says_why(tmp_path):
     picture(tmp_path / "p.png", 1, (32, 32))
     (tmp_path / "cut.png").write_bytes((tmp_path / "p.png").read_bytes()[:200])
     rows = [
-        {"prompt": "moves", "video": "v.mp4"}, {"prompt": "stands", "image": "p.png"},
-        {"image": "p.png"}, {"prompt": "cut", "image": "cut.png"}, {"prompt": "none"},
+        {"prompt": "moves", "video": "v.mp4"},
+        {"prompt": "stands", "image": "p.png"},
+        {"image": "p.png"},
+        {"prompt": "cut", "image": "cut.png"},
+        {"prompt": "none"},
         {"prompt": "refuse this", "image": "p.png"},
-    ]  # fmt: skip
+    ]
     path = tmp_path / "data.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     rows = whole(job(str(path), tmp_path / "out", Still(), Moving(), max_failed_fraction=1.0))
@@ -249,7 +258,7 @@ def test_a_job_stops_after_the_block_in_which_too_many_rows_have_failed(tmp_path
 
 
 def test_few_rows_are_judged_at_the_end_only():
-    tally = Tally()
+    tally = RunningStats()
     tally.add({"reason": "x: y", "a": None, "a_valid": False})
     tally.check(0.0, at_least=2)
     with pytest.raises(TooManyFailed, match=r"1 of 1 rows failed"):
@@ -258,15 +267,18 @@ def test_few_rows_are_judged_at_the_end_only():
 
 
 def test_the_summary_has_the_moments_of_the_valid_scores():
-    tally, values = Tally(), [0.5, -2.0, 3.25]
+    tally, values = RunningStats(), [0.5, -2.0, 3.25]
     for value in (*values, None):
         row = {"reason": None if value else "b: c; d", "a": value, "a_valid": value is not None}
         tally.add(row)
     told = tally.summary()
     assert told["dimensions"]["a"] == {
-        "valid": 3, "mean": pytest.approx(np.mean(values)), "std": pytest.approx(np.std(values)),
-        "min": -2.0, "max": 3.25,
-    }  # fmt: skip
+        "valid": 3,
+        "mean": pytest.approx(np.mean(values)),
+        "std": pytest.approx(np.std(values)),
+        "min": -2.0,
+        "max": 3.25,
+    }
     assert (told["failed_fraction"], told["reasons"]) == (0.25, {"b": 1, "d": 1})
 
 

@@ -11,8 +11,11 @@ from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
 from tests.fixtures.video_pixel import clip
 
-SEGMENTS = [{"start": 0, "stop": 3, "label": -1}, {"start": 3, "end": 4, "label": 1},
-            {"start": 4, "stop": 6, "label": 0}]  # fmt: skip
+SEGMENTS = [
+    {"start": 0, "stop": 3, "label": -1},
+    {"start": 3, "end": 4, "label": 1},
+    {"start": 4, "stop": 6, "label": 0},
+]
 ROW = {"prompt": "a cat", "a": "x.mp4", "b": "y.mp4", "fps": 8, "segments": SEGMENTS}
 
 
@@ -30,8 +33,11 @@ def names(record) -> list[str]:
 
 
 def test_the_copy_with_the_higher_score_comes_first_and_labels_speak_of_it(tmp_path):
-    record = only(tmp_path, ROW | {"score_a": 0.25, "score_b": 0.5, "scores_b": {"g": 2.0},
-                                   "scores_a": {"g": 3.0, "h": 1}})  # fmt: skip
+    record = only(
+        tmp_path,
+        ROW
+        | {"score_a": 0.25, "score_b": 0.5, "scores_b": {"g": 2.0}, "scores_a": {"g": 3.0, "h": 1}},
+    )
     assert record.prompt == "a cat"
     assert names(record) == ["y.mp4", "x.mp4"]
     assert record.media[0] == Media(str(tmp_path / "y.mp4"), fps=8.0)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from flowalign.data.latents import encode_once as cache
 from flowalign.data.latents import tensor_store as store
-from flowalign.data.latents.encode_once import Intake, Latents, Texts
+from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.prefetch import prefetched
-from flowalign.data.preference.sampler import Order
+from flowalign.data.preference.sampler import EpochSampler
 from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
@@ -25,7 +25,7 @@ from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.video_pixel import clip
 
 
-class Columns(PixelPolicy):
+class BatchFields(PixelPolicy):
     """Latents that know left from right: the mean colour of the first two columns."""
 
     def __init__(self, media_id: str = "columns", text_id: str = "length"):
@@ -72,11 +72,11 @@ def small_files(monkeypatch):
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_latent_is_that_of_the_medium_or_of_its_mirror_image(tmp_path, in_memory):
     media = pictures(tmp_path, 5)
-    latents = Latents(Columns(), None if in_memory else tmp_path / "cache", batch=3)
+    latents = LatentCache(BatchFields(), None if in_memory else tmp_path / "cache", batch=3)
     assert latents.prepare(media, flips=True) == {}
     some, flips = [media[k] for k in (3, 0, 3, 4)], [True, False, False, True]
     read = latents.read(some, flips)
-    assert torch.equal(read, direct(Columns(), some, flips))
+    assert torch.equal(read, direct(BatchFields(), some, flips))
     assert not torch.equal(read[0], read[2])
     assert latents.num_encoded == 10
     assert read.dtype == torch.float32
@@ -84,7 +84,7 @@ def test_a_latent_is_that_of_the_medium_or_of_its_mirror_image(tmp_path, in_memo
 
 def test_mirror_images_are_encoded_only_where_they_are_asked_for(tmp_path):
     media = pictures(tmp_path, 3)
-    latents = Latents(Columns(), tmp_path / "cache")
+    latents = LatentCache(BatchFields(), tmp_path / "cache")
     latents.prepare(media, flips=False)
     assert latents.num_encoded == 3
     with pytest.raises(ValueError, match="was not prepared"):
@@ -99,7 +99,7 @@ def test_equal_content_under_two_names_is_encoded_once(tmp_path):
     data = Path(first.path).read_bytes()
     (tmp_path / "b.png").write_bytes(data)
     media = [first, Media(str(tmp_path / "b.png")), Media(data=data)]
-    latents = Latents(Columns(), tmp_path / "cache")
+    latents = LatentCache(BatchFields(), tmp_path / "cache")
     assert latents.prepare(media, flips=False) == {}
     assert latents.num_encoded == 1
     read = latents.read(media, [False] * 3)
@@ -108,9 +108,9 @@ def test_equal_content_under_two_names_is_encoded_once(tmp_path):
 
 def test_a_second_run_encodes_nothing_and_reads_the_same(tmp_path):
     media, flips = pictures(tmp_path, 6), [True, False] * 3
-    first = Latents(Columns(), tmp_path / "cache")
+    first = LatentCache(BatchFields(), tmp_path / "cache")
     first.prepare(media, flips=True)
-    again = Latents(policy := Columns(), tmp_path / "cache")
+    again = LatentCache(policy := BatchFields(), tmp_path / "cache")
     assert again.prepare(media, flips=True) == {}
     assert (again.num_encoded, policy.calls) == (0, 0)
     assert torch.equal(again.read(media, flips), first.read(media, flips))
@@ -118,13 +118,13 @@ def test_a_second_run_encodes_nothing_and_reads_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"policy": Columns("another")}, {"dtype": torch.bfloat16}, {"max_frames": 2}],
+    [{"policy": BatchFields("another")}, {"dtype": torch.bfloat16}, {"max_frames": 2}],
     ids=["encoder", "dtype", "frames"],
 )
 def test_latents_made_otherwise_are_not_read(tmp_path, changes):
     media = pictures(tmp_path, 2)
-    Latents(Columns(), tmp_path / "cache").prepare(media, flips=False)
-    other = Latents(**{"policy": Columns(), "folder": tmp_path / "cache"} | changes)
+    LatentCache(BatchFields(), tmp_path / "cache").prepare(media, flips=False)
+    other = LatentCache(**{"policy": BatchFields(), "folder": tmp_path / "cache"} | changes)
     with pytest.raises(ValueError, match="was not prepared"):
         other.read(media, [False, False])
     other.prepare(media, flips=False)
@@ -139,11 +139,11 @@ def test_latents_made_otherwise_are_not_read(tmp_path, changes):
 def test_latents_of_other_frames_of_a_clip_are_not_read(tmp_path, policy, medium):
     write_clip(tmp_path / "clip", clip(1, 12), 8.0)
 
-    def latents(**changes: float) -> Latents:
-        made = Columns()
+    def latents(**changes: float) -> LatentCache:
+        made = BatchFields()
         for name, value in ({"fps": 8.0, "num_frames": 5} | changes).items():
             setattr(made, name, value)
-        return Latents(made, tmp_path / "cache")
+        return LatentCache(made, tmp_path / "cache")
 
     usual = Media(str(tmp_path / "clip"), fps=8.0)
     assert latents().prepare([usual], flips=False) == {}
@@ -162,21 +162,21 @@ def test_a_folder_of_frames_is_encoded_once_by_its_content(tmp_path):
     for name in ("a", "b"):
         write_clip(tmp_path / name, clip(1), 4.0)
     media = [Media(str(tmp_path / name)) for name in ("a", "b")]
-    latents = Latents(Columns(), tmp_path / "cache")
+    latents = LatentCache(BatchFields(), tmp_path / "cache")
     assert latents.prepare(media, flips=False) == {}
     assert latents.num_encoded == 1
     Image.new("RGB", (6, 4), (7, 90, 200)).save(tmp_path / "b" / "0003.png")
-    changed = Latents(Columns(), tmp_path / "cache")
+    changed = LatentCache(BatchFields(), tmp_path / "cache")
     assert changed.prepare(media, flips=False) == {}
     assert (changed.num_encoded, changed.store.num_found) == (1, 1)
-    assert torch.equal(changed.read(media, [False] * 2), direct(Columns(), media, [False] * 2))
+    assert torch.equal(changed.read(media, [False] * 2), direct(BatchFields(), media, [False] * 2))
 
 
 def test_half_precision_is_half_the_size_and_reads_as_float32(tmp_path):
     media = pictures(tmp_path, 4)
-    latents = Latents(Columns(), tmp_path / "cache", dtype=torch.bfloat16)
+    latents = LatentCache(BatchFields(), tmp_path / "cache", dtype=torch.bfloat16)
     latents.prepare(media, flips=False)
-    expected = direct(Columns(), media, [False] * 4)
+    expected = direct(BatchFields(), media, [False] * 4)
     read = latents.read(media, [False] * 4)
     assert torch.equal(read, expected.bfloat16().float())
     assert not torch.equal(read, expected)
@@ -190,7 +190,7 @@ def test_what_cannot_be_encoded_is_a_reason_and_stops_nothing(tmp_path):
     for medium in broken:
         Path(medium.path).write_bytes(whole[: len(whole) // 2])
     gone, empty, words = Media(str(tmp_path / "gone.png")), Media(), Media(data=b"not a picture")
-    latents = Latents(Columns(), tmp_path / "cache")
+    latents = LatentCache(BatchFields(), tmp_path / "cache")
     failed = latents.prepare([gone, media[0], *broken, empty, words, *media[1:]], flips=True)
     assert sorted(failed) == [0, 2, 3, 4, 5]
     assert "gone.png" in failed[0]
@@ -204,7 +204,7 @@ def test_what_cannot_be_encoded_is_a_reason_and_stops_nothing(tmp_path):
 
 
 def test_an_encoder_that_refuses_a_shape_or_gives_no_number_is_a_reason(tmp_path):
-    class Picky(Columns):
+    class Picky(BatchFields):
         def embed(self, media: Tensor) -> Tensor:
             if media.shape[-1] == 5:
                 raise ValueError("5 columns are too many")
@@ -213,20 +213,20 @@ def test_an_encoder_that_refuses_a_shape_or_gives_no_number_is_a_reason(tmp_path
             return latents
 
     media = pictures(tmp_path, 6)
-    inf = [k for k in (0, 2, 4) if direct(Columns(), [media[k]], [False])[0, 0, 0] > 0.5]
+    inf = [k for k in (0, 2, 4) if direct(BatchFields(), [media[k]], [False])[0, 0, 0] > 0.5]
     assert 0 < len(inf) < 3  # the pictures are such that both occur
-    failed = Latents(Picky(), tmp_path / "cache").prepare(media, flips=False)
+    failed = LatentCache(Picky(), tmp_path / "cache").prepare(media, flips=False)
     refused = dict.fromkeys((1, 3, 5), "5 columns are too many")
     assert failed == refused | dict.fromkeys(inf, "its latent is not finite in torch.float32")
 
 
 def test_latents_of_different_shape_are_kept_apart_and_not_batched(tmp_path):
-    class Wide(Columns):
+    class Wide(BatchFields):
         def embed(self, media: Tensor) -> Tensor:
             return media.mean((1, 3))
 
     media = pictures(tmp_path, 4)
-    latents = Latents(Wide(), tmp_path / "cache")
+    latents = LatentCache(Wide(), tmp_path / "cache")
     assert latents.prepare(media, flips=False) == {}
     assert latents.read([media[0], media[2]], [False] * 2).shape == (2, 3, 4)
     assert latents.read([media[3], media[1]], [False] * 2).shape == (2, 3, 5)
@@ -240,10 +240,10 @@ def test_latents_of_different_shape_are_kept_apart_and_not_batched(tmp_path):
 def test_files_are_bounded_in_rows_and_in_bytes(tmp_path, monkeypatch):
     media = pictures(tmp_path, 11)
     monkeypatch.setattr(store, "ROWS_PER_FILE", 4)
-    Latents(Columns("rows"), tmp_path).prepare(media, flips=False)
+    LatentCache(BatchFields("rows"), tmp_path).prepare(media, flips=False)
     assert len(files(tmp_path / "rows")) == 3
     monkeypatch.setattr(store, "BYTES_PER_FILE", 48)  # two rows of 3 x 2 numbers
-    Latents(Columns("bytes"), tmp_path).prepare(media, flips=False)
+    LatentCache(BatchFields("bytes"), tmp_path).prepare(media, flips=False)
     assert len(files(tmp_path / "bytes")) == 6
 
 
@@ -251,7 +251,7 @@ def test_files_are_bounded_in_rows_and_in_bytes(tmp_path, monkeypatch):
 def test_a_kill_loses_at_most_one_file(tmp_path):
     """A process of its own ends without warning after 10 latents: two files of 4 are there."""
 
-    class Dies(Columns):
+    class Dies(BatchFields):
         def embed(self, media: Tensor) -> Tensor:
             if self.calls == 10:
                 os._exit(9)
@@ -261,21 +261,21 @@ def test_a_kill_loses_at_most_one_file(tmp_path):
     child = os.fork()
     if child == 0:
         try:
-            Latents(Dies(), tmp_path / "cache", batch=1).prepare(media, flips=False)
+            LatentCache(Dies(), tmp_path / "cache", batch=1).prepare(media, flips=False)
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert len(files(tmp_path)) == 2
-    after = Latents(Columns(), tmp_path / "cache")
+    after = LatentCache(BatchFields(), tmp_path / "cache")
     assert after.prepare(media, flips=False) == {}
     assert (after.num_encoded, after.store.num_damaged) == (6, 0)
     flips = [False] * 14
-    assert torch.equal(after.read(media, flips), direct(Columns(), media, flips))
+    assert torch.equal(after.read(media, flips), direct(BatchFields(), media, flips))
 
 
 @pytest.mark.usefixtures("small_files")
 def test_an_interrupt_or_a_broken_encoder_keeps_all_that_was_encoded(tmp_path):
-    class Breaks(Columns):
+    class Breaks(BatchFields):
         def embed(self, media: Tensor) -> Tensor:
             if self.calls == 6:
                 raise RuntimeError("out of memory")
@@ -283,8 +283,8 @@ def test_an_interrupt_or_a_broken_encoder_keeps_all_that_was_encoded(tmp_path):
 
     media, threads = pictures(tmp_path, 9), threading.active_count()
     with pytest.raises(RuntimeError, match="out of memory"):
-        Latents(Breaks(), tmp_path / "cache", batch=1).prepare(media, flips=False)
-    after = Latents(Columns(), tmp_path / "cache")
+        LatentCache(Breaks(), tmp_path / "cache", batch=1).prepare(media, flips=False)
+    after = LatentCache(BatchFields(), tmp_path / "cache")
     after.prepare(media, flips=False)
     assert after.num_encoded == 3
     assert threading.active_count() == threads
@@ -293,22 +293,22 @@ def test_an_interrupt_or_a_broken_encoder_keeps_all_that_was_encoded(tmp_path):
 @pytest.mark.usefixtures("small_files")
 def test_damaged_files_are_counted_and_their_rows_encoded_again(tmp_path):
     media = pictures(tmp_path, 12)
-    Latents(Columns(), tmp_path / "cache").prepare(media, flips=False)
+    LatentCache(BatchFields(), tmp_path / "cache").prepare(media, flips=False)
     cut, emptied, _ = files(tmp_path)
     cut.write_bytes(cut.read_bytes()[:-7])
     emptied.write_bytes(b"")
     (cut.parent / ".0123.tmp").write_bytes(b"left by a kill")
-    after = Latents(Columns(), tmp_path / "cache")
+    after = LatentCache(BatchFields(), tmp_path / "cache")
     assert after.prepare(media, flips=False) == {}
     assert (after.store.num_damaged, after.num_encoded) == (2, 8)
-    again = Latents(Columns(), tmp_path / "cache")
+    again = LatentCache(BatchFields(), tmp_path / "cache")
     again.prepare(media, flips=False)
     assert (again.store.num_damaged, again.num_encoded) == (0, 0)
 
 
 def test_processes_prepare_their_shares_and_read_everything(tmp_path):
     media, flips = pictures(tmp_path, 7), [False, True] * 3 + [False]
-    one, two = (Latents(Columns(), tmp_path / "cache") for _ in range(2))
+    one, two = (LatentCache(BatchFields(), tmp_path / "cache") for _ in range(2))
     one.prepare(media[:3], flips=True)
     two.prepare(media[3:], flips=True)
     assert torch.equal(one.read(media, flips), two.read(media, flips))
@@ -317,7 +317,7 @@ def test_processes_prepare_their_shares_and_read_everything(tmp_path):
 
 def test_reading_decodes_and_encodes_nothing(tmp_path, monkeypatch):
     media = pictures(tmp_path, 3)
-    latents = Latents(policy := Columns(), tmp_path / "cache")
+    latents = LatentCache(policy := BatchFields(), tmp_path / "cache")
     latents.prepare(media, flips=False)
     calls = policy.calls
     monkeypatch.setattr(cache, "decode", pytest.fail)
@@ -336,10 +336,10 @@ def test_a_medium_that_was_taken_is_read_without_its_bytes_and_file(
 ):
     """Even by a process that has not seen them; nothing but names of rows is hashed then."""
     media, flips = pictures(tmp_path, 5), [True, False, False, True, False]
-    expected = direct(Columns(), media, flips)
+    expected = direct(BatchFields(), media, flips)
     if stored_as == "bytes":
         media = [Media(data=Path(medium.path).read_bytes()) for medium in media]
-    intake = Intake(Latents(Columns(), tmp_path / "cache"), flips=True)
+    intake = EncodeQueue(LatentCache(BatchFields(), tmp_path / "cache"), flips=True)
     kept = [intake.take(medium) for medium in media]
     intake.finish()
     assert intake.failed == {}
@@ -347,13 +347,13 @@ def test_a_medium_that_was_taken_is_read_without_its_bytes_and_file(
     for k in range(5):
         (tmp_path / f"{k}.png").unlink()
     monkeypatch.setattr(cache.hashlib, "file_digest", pytest.fail)
-    assert torch.equal(Latents(Columns(), tmp_path / "cache").read(kept, flips), expected)
+    assert torch.equal(LatentCache(BatchFields(), tmp_path / "cache").read(kept, flips), expected)
 
 
 def test_media_are_encoded_while_more_are_read_and_each_once(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "MEDIA_AT_ONCE", 3)
     media = [Media(data=Path(medium.path).read_bytes()) for medium in pictures(tmp_path, 4)]
-    intake = Intake(latents := Latents(Columns(), None), flips=False)
+    intake = EncodeQueue(latents := LatentCache(BatchFields(), None), flips=False)
     seen = [(intake.take(media[k]), latents.num_encoded)[1] for k in (0, 1, 0, 1, 2, 3, 2, 0)]
     assert seen == [0, 0, 0, 0, 3, 3, 3, 3]
     intake.finish()
@@ -365,7 +365,7 @@ def test_why_a_taken_medium_has_no_latent_is_told_by_the_medium(tmp_path):
     good, cut = pictures(tmp_path, 2)
     Path(cut.path).write_bytes(Path(cut.path).read_bytes()[:60])
     words, gone = Media(data=b"not a picture"), Media(str(tmp_path / "gone.png"))
-    intake = Intake(Latents(Columns(), None), flips=True)
+    intake = EncodeQueue(LatentCache(BatchFields(), None), flips=True)
     kept = [intake.take(medium) for medium in (words, good, gone, Media(), cut)]
     intake.finish()
     assert intake.failed.keys() == {kept[k] for k in (0, 2, 3, 4)}
@@ -387,7 +387,7 @@ def test_prompts_are_encoded_once_and_read_in_order(tmp_path, in_memory):
             return super().encode(prompts) | {"text": words.bfloat16()}
 
     policy = Counting()
-    texts = Texts(policy, None if in_memory else tmp_path, batch=2)
+    texts = PromptEmbeddingCache(policy, None if in_memory else tmp_path, batch=2)
     texts.prepare(["a", "bcd", "ef", "a", "\u2028 odd \u00e9\n"])
     texts.prepare(["ef", "new one"])
     assert set(policy.seen.values()) == {1}
@@ -402,11 +402,11 @@ def test_prompts_are_encoded_once_and_read_in_order(tmp_path, in_memory):
 
 
 def test_prompts_of_another_encoder_are_not_read(tmp_path):
-    Texts(Columns(text_id="one"), tmp_path).prepare(["a", "bb"])
-    other = Texts(Columns(text_id="two"), tmp_path)
+    PromptEmbeddingCache(BatchFields(text_id="one"), tmp_path).prepare(["a", "bb"])
+    other = PromptEmbeddingCache(BatchFields(text_id="two"), tmp_path)
     with pytest.raises(ValueError, match="was not prepared"):
         other.read(["a"])
-    same = Texts(Columns(text_id="one"), tmp_path)
+    same = PromptEmbeddingCache(BatchFields(text_id="one"), tmp_path)
     same.prepare(["bb", "a", "ccc"])
     assert same.num_encoded == 1
     assert same.read(["bb", "ccc"])["length"].flatten().tolist() == [2, 3]
@@ -416,38 +416,38 @@ def test_prompts_of_another_encoder_are_not_read(tmp_path):
 
 
 def test_an_epoch_takes_every_item_once_in_an_order_of_its_own():
-    order = Order(3, [0] * 12)
+    order = EpochSampler(3, [0] * 12)
     steps = [order.batch(step, 4) for step in range(9)]
     epochs = [[*steps[k], *steps[k + 1], *steps[k + 2]] for k in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(12)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
-    assert Order(4, [0] * 12).batch(0, 12) != order.batch(0, 12)
+    assert EpochSampler(4, [0] * 12).batch(0, 12) != order.batch(0, 12)
 
 
 def test_the_items_of_a_step_do_not_depend_on_the_steps_before():
     """5 of 7 items a step: batches reach over the ends of epochs."""
     since = [0, 4, 0, 9, 4, 0, 4]
-    whole = Order(8, since)
+    whole = EpochSampler(8, since)
     expected = [whole.batch(step, 5) for step in range(20)]
-    assert [Order(8, since).batch(k, 5) for k in (13, 2)] == [expected[13], expected[2]]
+    assert [EpochSampler(8, since).batch(k, 5) for k in (13, 2)] == [expected[13], expected[2]]
 
 
 def test_items_are_taken_from_their_step_on_beside_the_earlier_ones():
-    order = Order(1, [5, 0, 3, 0, 5, 3])
+    order = EpochSampler(1, [5, 0, 3, 0, 5, 3])
     seen = [set(order.batch(step, 12)) for step in range(7)]
     assert seen == [{1, 3}] * 3 + [{1, 2, 3, 5}] * 2 + [{0, 1, 2, 3, 4, 5}] * 2
 
 
 def test_where_items_are_added_a_whole_epoch_begins():
     """Before it, the steps end in the middle of an epoch of 3 items."""
-    order = Order(5, [0, 0, 0, 3, 3])
+    order = EpochSampler(5, [0, 0, 0, 3, 3])
     assert sorted(order.batch(3, 3) + order.batch(4, 3)[:2]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("since", [[2, 1], []])
 def test_a_first_step_without_items_is_refused(since):
     with pytest.raises(ValueError, match="available at the first step"):
-        Order(0, since)
+        EpochSampler(0, since)
 
 
 # ---------------------------------------------------------------- prefetching

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from flowalign.data.latents.encode_once import Latents
+from flowalign.data.latents.encode_once import LatentCache
 from flowalign.data.latents.latent_files import is_latent, latent_shape, read_latent, save_latent
 from flowalign.data.preference.validate import Inspection
 from flowalign.media.decode import MediaProblem
@@ -42,9 +42,11 @@ def test_files_that_hold_no_latent_are_named(tmp_path):
     save_file({"mask": torch.ones(2)}, strange)
     save_file({"latent": torch.ones(2, 3)}, flat)
     reasons = {
-        broken: "damaged latent", strange: r"holds \['mask'\]", flat: r"has shape \[2, 3\]",
+        broken: "damaged latent",
+        strange: r"holds \['mask'\]",
+        flat: r"has shape \[2, 3\]",
         "no.safetensors": "missing file",
-    }  # fmt: skip
+    }
     for path, why in reasons.items():
         with pytest.raises(MediaProblem, match=why):
             latent_shape(path)
@@ -52,7 +54,7 @@ def test_files_that_hold_no_latent_are_named(tmp_path):
 
 @pytest.mark.parametrize("cached", [False, True])
 def test_a_stored_latent_is_trained_on_as_it_is_and_nothing_is_encoded(latent, tmp_path, cached):
-    latents = Latents(VideoPixel(), tmp_path / "cache" if cached else None)
+    latents = LatentCache(VideoPixel(), tmp_path / "cache" if cached else None)
     assert latents.prepare([latent[0]], flips=False) == {}
     assert torch.equal(latents.read([latent[0]], [False])[0], latent[1])
     assert (latents.num_encoded, latents.num_stored) == (0, 1)
@@ -60,7 +62,7 @@ def test_a_stored_latent_is_trained_on_as_it_is_and_nothing_is_encoded(latent, t
 
 def test_a_latent_stands_beside_media_that_are_encoded(latent, tmp_path):
     write_clip(tmp_path / "a.mp4", clip(1), 4.0)
-    media, latents = [Media(str(tmp_path / "a.mp4")), latent[0]], Latents(VideoPixel(), None)
+    media, latents = [Media(str(tmp_path / "a.mp4")), latent[0]], LatentCache(VideoPixel(), None)
     assert latents.prepare(media, flips=False) == {}
     found = latents.read(media, [False, False])
     assert found.shape == (2, 3, *GRID)
@@ -69,13 +71,15 @@ def test_a_latent_stands_beside_media_that_are_encoded(latent, tmp_path):
 
 
 def test_a_latent_is_neither_mirrored_nor_cut_and_must_be_finite(latent, tmp_path):
-    assert "set data.flip to 0" in Latents(VideoPixel(), None).prepare([latent[0]], True)[0]
-    cut = Latents(VideoPixel(), None, max_frames=3)
+    assert "set data.flip to 0" in LatentCache(VideoPixel(), None).prepare([latent[0]], True)[0]
+    cut = LatentCache(VideoPixel(), None, max_frames=3)
     assert "data.max_frames to null" in cut.prepare([latent[0]], False)[0]
     values = latent[1].clone()
     values[0, 0, 0, 0] = torch.inf
     save_latent(tmp_path / "y.safetensors", values, "video-pixel")
-    failed = Latents(VideoPixel(), None).prepare([Media(str(tmp_path / "y.safetensors"))], False)
+    failed = LatentCache(VideoPixel(), None).prepare(
+        [Media(str(tmp_path / "y.safetensors"))], False
+    )
     assert failed[0].startswith("latent that is not finite")
 
 
@@ -90,7 +94,7 @@ def test_clips_are_embedded_at_the_rate_of_the_policy(tmp_path):
     for rate, expected in ((12, frames[::3]), (4, frames[:7])):
         path = tmp_path / f"{rate}.mp4"
         write_clip(path, frames, float(rate))
-        latents = Latents(VideoPixel(fps=4.0), None)
+        latents = LatentCache(VideoPixel(fps=4.0), None)
         assert latents.prepare([Media(str(path))], False) == {}
         error = (
             latents.read([Media(str(path))], [False]).sigmoid()
@@ -103,7 +107,7 @@ def test_policies_of_different_rates_share_a_cache_and_no_latents(tmp_path):
     write_clip(tmp_path / "a.mp4", clip(2, 21), 12.0)
     medium, found = Media(str(tmp_path / "a.mp4")), []
     for fps in (4.0, 12.0):
-        latents = Latents(VideoPixel(fps=fps), tmp_path / "cache")
+        latents = LatentCache(VideoPixel(fps=fps), tmp_path / "cache")
         assert latents.prepare([medium], False) == {}
         assert latents.num_encoded == 1
         found.append(latents.read([medium], [False]))

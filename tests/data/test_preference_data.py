@@ -10,7 +10,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.data.preference.convert import read_pairs, read_samples
-from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Pair, Segment
 from flowalign.media.media import Media
 
@@ -46,7 +46,7 @@ def names(found: Pair) -> tuple[str, str]:
     return Path(found.chosen.media.path or "").stem, Path(found.rejected.media.path or "").stem
 
 
-def dropped(tally: Tally) -> str:
+def dropped(tally: DropReport) -> str:
     """The only reason, with its only example."""
     (line,) = tally.lines()
     return line
@@ -59,10 +59,17 @@ def test_a_row_with_everything_is_a_pair_with_everything(folder):
     for name in ("m", "w"):
         (folder / f"{name}.safetensors").write_bytes(b"")
     row = pair(
-        dimension="VQ", gap=0.25, weight=2, stage=1, user_id=7, mask="m.safetensors",
-        weight_map_chosen="w.safetensors", segments=[{"start": 0, "end": 3, "label": -1}],
-        scores_chosen={"VQ": 2, "TA": 5}, scores_rejected={"VQ": 1, "TA": 6},
-    )  # fmt: skip
+        dimension="VQ",
+        gap=0.25,
+        weight=2,
+        stage=1,
+        user_id=7,
+        mask="m.safetensors",
+        weight_map_chosen="w.safetensors",
+        segments=[{"start": 0, "end": 3, "label": -1}],
+        scores_chosen={"VQ": 2, "TA": 5},
+        scores_rejected={"VQ": 1, "TA": 6},
+    )
     (found,), tally = read_pairs(jsonl(folder, row))
     assert tally.total == 0
     assert found.prompt == "p"
@@ -105,13 +112,17 @@ def test_a_rejected_one_with_the_higher_score_is_dropped_as_numbers_compare(fold
         (pair(rejected="z"), "1 missing file: data.jsonl row 1: {}/z.png"),
         (pair(mask="m.safetensors"), "1 missing file: data.jsonl row 1: {}/m.safetensors"),
         (pair(rejected="a"), "1 the media are equal: data.jsonl row 1: {0}/a.png and {0}/a.png"),
-        (pair(rejected="copy"), "1 the media are equal: data.jsonl row 1: "
-         "{0}/a.png and {0}/copy.png"),
+        (
+            pair(rejected="copy"),
+            "1 the media are equal: data.jsonl row 1: {0}/a.png and {0}/copy.png",
+        ),
         (pair(rejected="tall"), "1 the media differ in size: data.jsonl row 1: 12 x 8 and 8 x 12"),
-        (pair(rejected="text"), "1 unreadable picture: data.jsonl row 1: "
-         "{}/text.png is of no known kind"),
+        (
+            pair(rejected="text"),
+            "1 unreadable picture: data.jsonl row 1: {}/text.png is of no known kind",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_pair_is_dropped_for_its_own_reason(folder, row, reason):
     (folder / "copy.png").write_bytes((folder / "a.png").read_bytes())
     (folder / "tall.png").write_bytes(png(9, (8, 12)))
@@ -185,9 +196,13 @@ def test_a_damaged_video_is_dropped(folder):
 
 def test_a_pair_is_repeated_only_where_dimension_and_person_are_the_same(folder):
     rows = [
-        pair(), pair(dimension="VQ"), pair(user_id="u"), pair(), pair("b", "a"),
+        pair(),
+        pair(dimension="VQ"),
+        pair(user_id="u"),
+        pair(),
+        pair("b", "a"),
         pair() | {"prompt": "q"},
-    ]  # fmt: skip
+    ]
     found, tally = read_pairs(jsonl(folder, *rows))
     assert [one.where[-1] for one in found] == ["1", "2", "3", "5", "6"]
     assert dropped(tally) == "1 repeated pair: data.jsonl row 4"
@@ -196,12 +211,22 @@ def test_a_pair_is_repeated_only_where_dimension_and_person_are_the_same(folder)
 def test_pick_a_pic_trains_directly_without_its_ties(tmp_path):
     def row(one: int, two: int, label: float, user: int, has_label: bool = True) -> dict:
         return {
-            "caption": "a dog", "jpg_0": png(one), "jpg_1": png(two), "label_0": label,
-            "label_1": 1 - label, "has_label": has_label, "user_id": user,
-        }  # fmt: skip
+            "caption": "a dog",
+            "jpg_0": png(one),
+            "jpg_1": png(two),
+            "label_0": label,
+            "label_1": 1 - label,
+            "has_label": has_label,
+            "user_id": user,
+        }
 
-    rows = [row(1, 2, 0.0, 5), row(1, 3, 0.5, 5), row(4, 5, 1.0, 6), row(6, 7, 0.5, 6, False),
-            row(8, 8, 1.0, 6)]  # fmt: skip
+    rows = [
+        row(1, 2, 0.0, 5),
+        row(1, 3, 0.5, 5),
+        row(4, 5, 1.0, 6),
+        row(6, 7, 0.5, 6, False),
+        row(8, 8, 1.0, 6),
+    ]
     path = tmp_path / "data.parquet"
     parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     found, tally = read_pairs(str(path))
@@ -223,11 +248,25 @@ def test_hpd_v3_trains_directly_and_votes_decide(folder):
 
 
 VIDEO_GEN = [
-    {"prompt": "p", "path_A": "a.png", "path_B": "b.png", "VQ": "A", "MQ": "same", "TA": "B",
-     "Overall": "B"},
-    {"prompt": "p", "path_A": "c.png", "path_B": "d.png", "VQ": "B", "MQ": "A", "TA": "invalid",
-     "Overall": "A"},
-]  # fmt: skip
+    {
+        "prompt": "p",
+        "path_A": "a.png",
+        "path_B": "b.png",
+        "VQ": "A",
+        "MQ": "same",
+        "TA": "B",
+        "Overall": "B",
+    },
+    {
+        "prompt": "p",
+        "path_A": "c.png",
+        "path_B": "d.png",
+        "VQ": "B",
+        "MQ": "A",
+        "TA": "invalid",
+        "Overall": "A",
+    },
+]
 
 
 def test_every_dimension_asked_for_has_its_own_winner(folder):
@@ -256,19 +295,24 @@ def test_an_unknown_dimension_is_refused_with_the_nearest(folder):
 
 def test_any_two_of_several_media_are_a_pair_and_ranks_come_before_ratings(folder):
     row = {
-        "prompt": "p", "images": ["a.png", "b.png", "c.png"], "ranks": [2, 1, 2],
+        "prompt": "p",
+        "images": ["a.png", "b.png", "c.png"],
+        "ranks": [2, 1, 2],
         "ratings": {"overall": [5, 1, 4], "beauty": [1.5, 4, 1]},
-    }  # fmt: skip
+    }
     found, tally = read_pairs(jsonl(folder, row))
     assert [(names(one), one.dimension, one.gap) for one in found] == [
-        (("b", "a"), "overall", 1), (("b", "c"), "overall", 1),
-    ]  # fmt: skip
+        (("b", "a"), "overall", 1),
+        (("b", "c"), "overall", 1),
+    ]
     assert found[0].chosen.scores == {"overall": 1, "beauty": 4}
     assert dropped(tally) == "1 tie: data.jsonl row 1: overall"
     found, _ = read_pairs(jsonl(folder, row), dimensions=["beauty"])
     assert [(names(one), one.gap) for one in found] == [
-        (("b", "a"), 2.5), (("a", "c"), 0.5), (("b", "c"), 3),
-    ]  # fmt: skip
+        (("b", "a"), 2.5),
+        (("a", "c"), 0.5),
+        (("b", "c"), 3),
+    ]
 
 
 def test_ratings_alone_make_pairs(folder):
@@ -285,8 +329,16 @@ def test_single_media_are_no_pairs(folder):
 
 
 def test_columns_of_other_datasets_do_not_pass_for_those_of_a_pair(folder):
-    row = {"prompt": "p", "images": ["a.png", "b.png"], "ranks": [1, 2], "weight": "heavy",
-           "stage": "final", "mask": 3, "segments": 1, "user_id": None}  # fmt: skip
+    row = {
+        "prompt": "p",
+        "images": ["a.png", "b.png"],
+        "ranks": [1, 2],
+        "weight": "heavy",
+        "stage": "final",
+        "mask": 3,
+        "segments": 1,
+        "user_id": None,
+    }
     (found,), _ = read_pairs(jsonl(folder, row))
     assert (found.weight, found.stage, found.mask, found.segments) == (1, 0, None, ())
     assert found.user == ""
@@ -339,8 +391,10 @@ def test_labels_become_desirable_samples(folder):
     ]
     found, tally = read_samples(jsonl(folder, *rows))
     assert [(Path(one.media.path or "").stem, one.desirable, one.user) for one in found] == [
-        ("a", True, "u"), ("b", False, ""), ("a", False, "v"),
-    ]  # fmt: skip
+        ("a", True, "u"),
+        ("b", False, ""),
+        ("a", False, "v"),
+    ]
     assert found[1].weight_map == str(folder / "w.safetensors")
     assert tally.lines() == [
         "1 no label: data.jsonl row 3: 0.5 is none of 0, 1, true and false",
@@ -399,7 +453,7 @@ def test_only_samples_with_a_label_can_be_asked_for(folder):
 
 
 def test_the_first_five_of_a_reason_are_named_and_the_most_frequent_reason_is_first():
-    tally = Tally()
+    tally = DropReport()
     tally.add("tie", "row 0")
     for row in range(1, 1235):
         tally.add(f"missing file: {row}.png", f"row {row}")
@@ -410,7 +464,7 @@ def test_the_first_five_of_a_reason_are_named_and_the_most_frequent_reason_is_fi
 
 
 def test_what_is_ordinary_is_no_fault_and_is_told_last():
-    tally = Tally()
+    tally = DropReport()
     ordinary = ("tie: MQ 0", "no answer", "single medium", "repeated pair", "repeated medium")
     for kind in (*ordinary, "negative gap: -1", "missing file: a.png", "missing file: b.png"):
         tally.add(kind, "row 1")

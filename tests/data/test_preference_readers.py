@@ -54,22 +54,36 @@ def test_media_may_be_bytes(tmp_path):
 
 def test_everything_a_pair_may_have_is_checked_and_kept(tmp_path):
     row = PAIR | {
-        "dimension": "VQ", "gap": "0.25", "weight": 2, "stage": 3.0, "user_id": 7, "fps": 8,
-        "scores_chosen": {"VQ": "10", "TA": 1, "MQ": None}, "scores_rejected": {"VQ": 9, "MQ": 4},
+        "dimension": "VQ",
+        "gap": "0.25",
+        "weight": 2,
+        "stage": 3.0,
+        "user_id": 7,
+        "fps": 8,
+        "scores_chosen": {"VQ": "10", "TA": 1, "MQ": None},
+        "scores_rejected": {"VQ": 9, "MQ": 4},
         "segments": [{"start": 0, "stop": 2, "label": -1}, {"start": 2, "end": 5, "label": 1}],
-        "mask": "m.safetensors", "weight_map_rejected": "/w.safetensors",
-    }  # fmt: skip
+        "mask": "m.safetensors",
+        "weight_map_rejected": "/w.safetensors",
+    }
     record = only(tmp_path, row, "chosen_rejected")
     assert record.ranks == {"VQ": [1, 2]}
     assert record.ratings == {"VQ": [10, 9]}
     assert [medium.fps for medium in record.media] == [8, 8]
     assert record.metadata == {
-        "dimension": "VQ", "gap": 0.25, "weight": 2, "stage": 3, "user_id": 7, "fps": 8,
+        "dimension": "VQ",
+        "gap": 0.25,
+        "weight": 2,
+        "stage": 3,
+        "user_id": 7,
+        "fps": 8,
         "segments": [
-            {"start": 0, "stop": 2, "label": -1}, {"start": 2, "stop": 5, "label": 1},
+            {"start": 0, "stop": 2, "label": -1},
+            {"start": 2, "stop": 5, "label": 1},
         ],
-        "mask": str(tmp_path / "m.safetensors"), "weight_map_rejected": "/w.safetensors",
-    }  # fmt: skip
+        "mask": str(tmp_path / "m.safetensors"),
+        "weight_map_rejected": "/w.safetensors",
+    }
 
 
 @pytest.mark.parametrize(("chosen", "ranks"), [("9", [1, 1]), (9.5, [1, 2])])
@@ -81,8 +95,11 @@ def test_equal_scores_are_a_tie_also_as_text(tmp_path, chosen, ranks):
 def test_names_and_conversations_of_other_tools_are_understood(tmp_path):
     row = {
         "prompt": [{"role": "system", "content": "draw"}, {"role": "user", "content": "a cat"}],
-        "img_win": "a.png", "img_lose": "b.png", "win_score": 0.75, "lose_score": 0.5,
-    }  # fmt: skip
+        "img_win": "a.png",
+        "img_lose": "b.png",
+        "win_score": 0.75,
+        "lose_score": 0.5,
+    }
     record = only(tmp_path, row, "chosen_rejected")
     assert record.prompt == "a cat"
     assert record.media[1] == Media(str(tmp_path / "b.png"))
@@ -132,8 +149,12 @@ def test_local_dpo_is_a_video_its_corrupted_copy_and_where(tmp_path):
 
 
 def test_local_dpo_as_its_authors_write_it(tmp_path):
-    row = {"pos_video_path": "a.mp4", "neg_video_path": "b.mp4", "mask": "m.safetensors",
-           "gen_caption": "a cat"}  # fmt: skip
+    row = {
+        "pos_video_path": "a.mp4",
+        "neg_video_path": "b.mp4",
+        "mask": "m.safetensors",
+        "gen_caption": "a cat",
+    }
     record = only(tmp_path, row, "local_dpo")
     assert record.prompt == "a cat"
     assert "strength" not in record.metadata
@@ -178,9 +199,17 @@ def test_what_a_local_dpo_pair_may_have_is_kept_as_numbers(tmp_path):
 
 @pytest.mark.parametrize(
     ("label", "desirable"),
-    [(1, True), (0, False), (True, True), (False, False), ("1", True), ("false", False),
-     ("True", True), (0.0, False)],
-)  # fmt: skip
+    [
+        (1, True),
+        (0, False),
+        (True, True),
+        (False, False),
+        ("1", True),
+        ("false", False),
+        ("True", True),
+        (0.0, False),
+    ],
+)
 def test_a_label_is_a_thumb_up_or_down(tmp_path, label, desirable):
     record = only(tmp_path, THUMB | {"label": label, "user_id": "u"}, "kto")
     assert record.media == [Media(str(tmp_path / "a.png"))]

@@ -37,10 +37,15 @@ def only(path: str, schema: str):
 
 def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
     row = {
-        "id": 7, "caption": "a cat", "images": ["a.png", "b/c.png", "/d.png"], "seed": 3,
-        "ranks": [2, 1, 3], "ratings": {"beauty": [1.5, 2, 3], "safety": None},
-        "votes": {"overall": [0.25, 0.75, 0]}, "references": ["r.png"],
-    }  # fmt: skip
+        "id": 7,
+        "caption": "a cat",
+        "images": ["a.png", "b/c.png", "/d.png"],
+        "seed": 3,
+        "ranks": [2, 1, 3],
+        "ratings": {"beauty": [1.5, 2, 3], "safety": None},
+        "votes": {"overall": [0.25, 0.75, 0]},
+        "references": ["r.png"],
+    }
     record = only(jsonl(tmp_path, row), "generic")
     assert (record.id, record.prompt) == ("7", "a cat")
     paths = [str(tmp_path / "a.png"), str(tmp_path / "b/c.png"), "/d.png"]
@@ -72,9 +77,15 @@ def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
 )
 def test_pick_a_pic(tmp_path, labels, has_label, votes, ranks):
     row = {
-        "caption": "a dog", "jpg_0": b"one", "jpg_1": b"two", "label_0": labels[0],
-        "label_1": labels[1], "has_label": has_label, "ranking_id": 9, "model_0": "m",
-    }  # fmt: skip
+        "caption": "a dog",
+        "jpg_0": b"one",
+        "jpg_1": b"two",
+        "label_0": labels[0],
+        "label_1": labels[1],
+        "has_label": has_label,
+        "ranking_id": 9,
+        "model_0": "m",
+    }
     record = only(table(tmp_path, row), "pick_a_pic")
     assert record.prompt == "a dog"
     assert [medium.data for medium in record.media] == [b"one", b"two"]
@@ -90,9 +101,11 @@ def test_hpd_v2_of_both_splits(tmp_path):
     record = only(str(tmp_path / "train.json"), "hpd_v2_train")
     assert record.ranks == {"overall": [2, 1]}
     test = {
-        "prompt": "p", "image_path": ["1.jpg", "2.jpg", "3.jpg", "4.jpg"],
-        "rank": [2.5, 0.5, 2.5, 3.0], "raw_annotations": [{"rank": [1, 0], "user_hash": "u"}],
-    }  # fmt: skip
+        "prompt": "p",
+        "image_path": ["1.jpg", "2.jpg", "3.jpg", "4.jpg"],
+        "rank": [2.5, 0.5, 2.5, 3.0],
+        "raw_annotations": [{"rank": [1, 0], "user_hash": "u"}],
+    }
     record = only(jsonl(tmp_path, test), "hpd_v2_test")
     assert record.ranks == {"overall": [2, 1, 2, 4]}
     assert record.metadata["rank"] == [2.5, 0.5, 2.5, 3.0]
@@ -100,9 +113,14 @@ def test_hpd_v2_of_both_splits(tmp_path):
 
 def test_hpd_v3_prefers_the_first_path(tmp_path):
     row = {
-        "prompt": "p", "path1": "a.jpg", "path2": "b.jpg", "choice_dist": [12, 4],
-        "confidence": 0.99, "model1": "x", "model2": "y",
-    }  # fmt: skip
+        "prompt": "p",
+        "path1": "a.jpg",
+        "path2": "b.jpg",
+        "choice_dist": [12, 4],
+        "confidence": 0.99,
+        "model1": "x",
+        "model2": "y",
+    }
     record = only(jsonl(tmp_path, row), "hpd_v3")
     assert record.ranks == {"overall": [1, 2]}
     assert record.votes == {"overall": [0.75, 0.25]}
@@ -114,22 +132,35 @@ def test_hpd_v3_prefers_the_first_path(tmp_path):
 def test_image_reward_db_rows_of_a_prompt_are_one_record(tmp_path):
     def row(prompt_id, path, rank, overall):
         return {
-            "prompt_id": prompt_id, "prompt": f"about {prompt_id}", "image_path": path,
-            "rank": rank, "overall_rating": overall, "image_text_alignment_rating": 7 - overall,
-            "fidelity_rating": 4, "classification": "animals",
-        }  # fmt: skip
+            "prompt_id": prompt_id,
+            "prompt": f"about {prompt_id}",
+            "image_path": path,
+            "rank": rank,
+            "overall_rating": overall,
+            "image_text_alignment_rating": 7 - overall,
+            "fidelity_rating": 4,
+            "classification": "animals",
+        }
 
-    rows = [row("p1", "1.webp", 3, 2), row("p1", "2.webp", 1, 6), row("p1", "3.webp", 1, 5),
-            row("p2", "4.webp", 1, 1)]  # fmt: skip
+    rows = [
+        row("p1", "1.webp", 3, 2),
+        row("p1", "2.webp", 1, 6),
+        row("p1", "3.webp", 1, 5),
+        row("p2", "4.webp", 1, 1),
+    ]
     first, second = open_dataset(jsonl(tmp_path, *rows))
     assert (first.id, first.prompt, second.id) == ("p1", "about p1", "p2")
     assert [Path(medium.path or "").name for medium in first.media] == [
-        "1.webp", "2.webp", "3.webp",
-    ]  # fmt: skip
+        "1.webp",
+        "2.webp",
+        "3.webp",
+    ]
     assert first.ranks == {"overall": [3, 1, 1]}
     assert first.ratings == {
-        "overall": [2, 6, 5], "alignment": [5, 1, 2], "fidelity": [4, 4, 4],
-    }  # fmt: skip
+        "overall": [2, 6, 5],
+        "alignment": [5, 1, 2],
+        "fidelity": [4, 4, 4],
+    }
     assert first.metadata["classification"] == "animals"
     again = open_dataset(jsonl(tmp_path, *rows, row("p1", "5.webp", 1, 1)))
     assert [record.problem[:12] for record in again] == ["", "", "duplicate id"]
@@ -137,9 +168,17 @@ def test_image_reward_db_rows_of_a_prompt_are_one_record(tmp_path):
 
 def test_videogen_rewardbench(tmp_path):
     row = {
-        "path_A": "a.mp4", "path_B": "b.mp4", "prompt": "waves, at dusk", "A_model": "m",
-        "fps_A": 8.0, "fps_B": 24, "VQ": "A", "MQ": "same", "TA": "B", "Overall": "invalid",
-    }  # fmt: skip
+        "path_A": "a.mp4",
+        "path_B": "b.mp4",
+        "prompt": "waves, at dusk",
+        "A_model": "m",
+        "fps_A": 8.0,
+        "fps_B": 24,
+        "VQ": "A",
+        "MQ": "same",
+        "TA": "B",
+        "Overall": "invalid",
+    }
     path = tmp_path / "bench.csv"
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, row)
@@ -162,9 +201,12 @@ def test_genai_bench(tmp_path, vote, ranks):
     assert record.ranks == {"overall": ranks}
     assert record.metadata["vote_type"] == vote
     edit = {
-        "instruct_prompt": "make it red", "source_image": b"s", "left_output_image": b"l",
-        "right_output_image": b"r", "vote_type": vote,
-    }  # fmt: skip
+        "instruct_prompt": "make it red",
+        "source_image": b"s",
+        "left_output_image": b"l",
+        "right_output_image": b"r",
+        "vote_type": vote,
+    }
     record = only(table(tmp_path, edit), "genai_bench")
     assert record.prompt == "make it red"
     assert [medium.data for medium in (*record.media, *record.references)] == [b"l", b"r", b"s"]
@@ -172,19 +214,24 @@ def test_genai_bench(tmp_path, vote, ranks):
 
 def test_vision_reward_db(tmp_path):
     row = {
-        "internal_id": "x1", "prompt": "p", "image": {"bytes": b"i", "path": None},
-        "annotation": {"richness": -2, "color aesthetic": 1}, "meta_result": [1, 0],
+        "internal_id": "x1",
+        "prompt": "p",
+        "image": {"bytes": b"i", "path": None},
+        "annotation": {"richness": -2, "color aesthetic": 1},
+        "meta_result": [1, 0],
         "meta_mask": [1, 1],
-    }  # fmt: skip
+    }
     record = only(table(tmp_path, row), "vision_reward")
     assert record.id == "x1"
     assert record.ratings == {"richness": [-2], "color_aesthetic": [1]}
     assert record.metadata["meta_result"] == [1, 0]
     for answer, ranks in ((1, [1, 2]), ("B", [2, 1]), (0, [1, 1])):
         pair = {
-            "prompt": "p", "video1_path": "1.mp4", "video2_path": "2.mp4",
+            "prompt": "p",
+            "video1_path": "1.mp4",
+            "video2_path": "2.mp4",
             "standard_answer": answer,
-        }  # fmt: skip
+        }
         assert only(jsonl(tmp_path, pair), "vision_reward_pairs").ranks == {"overall": ranks}
 
 
@@ -215,8 +262,14 @@ def test_a_folder_of_parquet_files_is_one_dataset(tmp_path):
 
 
 def test_columns_of_two_schemas_are_ambiguous_until_one_is_chosen(tmp_path):
-    row = {"prompt": "p", "path1": "a", "path2": "b", "left_image": "a", "right_image": "b",
-           "vote_type": "tievote"}  # fmt: skip
+    row = {
+        "prompt": "p",
+        "path1": "a",
+        "path2": "b",
+        "left_image": "a",
+        "right_image": "b",
+        "vote_type": "tievote",
+    }
     path = jsonl(tmp_path, row)
     with pytest.raises(ValueError, match="could be of schema hpd_v3, genai_bench; say which"):
         open_dataset(path)
@@ -238,9 +291,16 @@ def test_wrong_schemas_are_refused_with_what_there_is(tmp_path):
 
 def test_a_bad_row_is_a_record_that_says_where_and_the_next_ones_are_read(tmp_path):
     path = Path(jsonl(tmp_path, {"prompt": "p", "image": "a.png"}))
-    bad = ["{broken", "[1]", '{"prompt": "p"}', '{"prompt": 3, "image": "a.png"}',
-           '{"image": "http://x/a.png"}', '{"images": ["a", "b"], "ranks": [1]}',
-           '{"image": "a.png", "ratings": [NaN]}', ""]  # fmt: skip
+    bad = [
+        "{broken",
+        "[1]",
+        '{"prompt": "p"}',
+        '{"prompt": 3, "image": "a.png"}',
+        '{"image": "http://x/a.png"}',
+        '{"images": ["a", "b"], "ranks": [1]}',
+        '{"image": "a.png", "ratings": [NaN]}',
+        "",
+    ]
     good = '{"prompt": "last", "image": "a.png"}'
     path.write_text(path.read_text() + "\n".join([*bad, good]) + "\n")
     first, *middle, last = open_dataset(str(path))

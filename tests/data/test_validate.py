@@ -120,9 +120,11 @@ def test_pairs_of_folders_are_read_and_bad_ones_are_dropped_by_their_reason(tmp_
     pairs, tally = read_pairs(dataset(tmp_path, *sides), "chosen_rejected")
     assert [pair.prompt for pair in pairs] == ["p", "pppppp"]
     assert tally.dropped == {
-        "the media differ in frames": 1, "the media are equal": 1, "no frames": 1,
+        "the media differ in frames": 1,
+        "the media are equal": 1,
+        "no frames": 1,
         "missing file": 1,
-    }  # fmt: skip
+    }
 
 
 def test_training_on_folders_of_frames_is_training_on_their_frames(tmp_path):

@@ -31,9 +31,14 @@ def test_the_demo_leaves_everything_and_its_lora_loads_into_plain_diffusers(tmp_
     def picture() -> torch.Tensor:
         noise = torch.Generator().manual_seed(0)
         return pipe(
-            "a red circle", height=32, width=32, num_inference_steps=4, guidance_scale=1.0,
-            generator=noise, output_type="pt",
-        ).images  # fmt: skip
+            "a red circle",
+            height=32,
+            width=32,
+            num_inference_steps=4,
+            guidance_scale=1.0,
+            generator=noise,
+            output_type="pt",
+        ).images
 
     before = picture()
     pipe.load_lora_weights(checkpoint)

@@ -15,9 +15,13 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 def command(*words):
     done = subprocess.run(
-        [sys.executable, *map(str, words)], cwd=ROOT, env=ENVIRONMENT, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -28,9 +32,19 @@ def test_preferences_become_a_reward_that_agrees_with_them_and_can_be_optimised(
     data, model = tmp_path / "preferences", tmp_path / "reward"
     command("assets/shapes/preferences.py", data, "--limit", "120", "--count", "3")
     train = ("-m", "flowalign", "reward", "train", "configs/reward/shapes_preference.yaml")
-    command(*train, "--data", json.dumps([{"path": str(data / "train.jsonl")}]),
-            "--output_dir", model, "--embeddings", tmp_path / "features",
-            "--schedule.epochs", "12", "--test", "0.0")  # fmt: skip
+    command(
+        *train,
+        "--data",
+        json.dumps([{"path": str(data / "train.jsonl")}]),
+        "--output_dir",
+        model,
+        "--embeddings",
+        tmp_path / "features",
+        "--schedule.epochs",
+        "12",
+        "--test",
+        "0.0",
+    )
     rewards = tmp_path / "rewards.yaml"
     rewards.write_text(
         "rewards:\n- class_path: reward_models.trained.TrainedReward\n"
@@ -52,8 +66,19 @@ def test_preferences_become_a_reward_that_agrees_with_them_and_can_be_optimised(
         assert found["value"] > 0.5 + 3 * 0.5 / found["n"] ** 0.5, (dim, found)
     run, verifier = tmp_path / "run", {"class_path": "reward_models.shapes.ShapesVerifier"}
     both = [*yaml.safe_load(rewards.read_text())["rewards"], verifier]
-    command("-m", "flowalign", "train", "configs/shapes_learned.yaml", "--num_steps", "2",
-            "--output_dir", run, "--evaluation.num_prompts", "16",
-            "--rewards", json.dumps(both))  # fmt: skip
+    command(
+        "-m",
+        "flowalign",
+        "train",
+        "configs/shapes_learned.yaml",
+        "--num_steps",
+        "2",
+        "--output_dir",
+        run,
+        "--evaluation.num_prompts",
+        "16",
+        "--rewards",
+        json.dumps(both),
+    )
     after = json.loads((run / "summary.json").read_text())["after"]
     assert {"learned_colour", "colour", "strict"} <= set(after)

@@ -57,10 +57,14 @@ def damped(psi, counts, iterations, tolerance=0.2, step=1.0, floor=1e-3):
     for i in range(iterations):
         path.append(
             damped_rule(
-                path[-1], *counts(path[-1]),
-                iteration=i, tolerance=tolerance, step=step, floor=floor,
+                path[-1],
+                *counts(path[-1]),
+                iteration=i,
+                tolerance=tolerance,
+                step=step,
+                floor=floor,
             )
-        )  # fmt: skip
+        )
     return torch.stack(path)
 
 

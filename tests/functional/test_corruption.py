@@ -51,8 +51,10 @@ def test_at_the_end_outside_the_mask_is_the_real_clip_to_the_last_bit():
 @settings(max_examples=40, deadline=None)
 @given(
     grid=st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(2, 6)),
-    share=st.floats(0, 1), shapes=st.integers(1, 5), seed=st.integers(0, 999),
-)  # fmt: skip
+    share=st.floats(0, 1),
+    shapes=st.integers(1, 5),
+    seed=st.integers(0, 999),
+)
 def test_a_mask_covers_its_share_exactly_and_is_never_empty_nor_all(grid, share, shapes, seed):
     mask = moving_mask(grid, share, shapes, seeded(seed))
     volume = mask.numel()

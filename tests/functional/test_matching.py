@@ -15,10 +15,10 @@ from flowalign.functional.matching import (
     sample_error,
     space_factor,
 )
-from flowalign.training.matching.errors import Noised, divergence, matching_errors, noise_for
+from flowalign.training.matching.residuals import Noised, divergence, matching_residuals, noise_for
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
-from flowalign.types import Errors, Examples
+from flowalign.types import Examples, Residuals
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import pairs, recipe
 
@@ -39,9 +39,12 @@ def examples(*shape: int, paired: bool = True, seed: int = 3, **changes) -> Exam
     g = torch.Generator().manual_seed(seed)
     n = shape[0]
     defaults = {
-        "latents": torch.randn(shape, generator=g), "cond": {}, "paired": paired,
-        "weight": torch.ones(n), "desirable": torch.arange(n) < n // 2,
-    }  # fmt: skip
+        "latents": torch.randn(shape, generator=g),
+        "cond": {},
+        "paired": paired,
+        "weight": torch.ones(n),
+        "desirable": torch.arange(n) < n // 2,
+    }
     return Examples(**defaults | changes)
 
 
@@ -196,7 +199,7 @@ X0 = [[1.0, -2.0], [4.0, 0.5]]
 def test_residuals_are_prediction_minus_target_in_the_space(space, factor):
     rows = examples(2, 2, latents=tensor(X0))
     part = given(rows, [0.25], [[3.0, 1.0]])
-    errors = matching_errors(recipe(space=space), Times(2.0), Times(-1.0), part)
+    errors = matching_residuals(recipe(space=space), Times(2.0), Times(-1.0), part)
     # x = .75 x0 + .25 noise; target = noise - x0.
     x = tensor([[1.5, -1.25], [3.75, 0.625]])
     target = tensor([[2.0, 3.0], [-1.0, 0.5]])
@@ -206,7 +209,7 @@ def test_residuals_are_prediction_minus_target_in_the_space(space, factor):
 
 def test_without_a_reference_none_is_evaluated():
     part = given(examples(2, 2), [0.5], [[3.0, 1.0]])
-    assert matching_errors(recipe(), Times(2.0), None, part).reference is None
+    assert matching_residuals(recipe(), Times(2.0), None, part).reference is None
 
 
 class Told(PixelPolicy):
@@ -220,7 +223,7 @@ def test_an_expert_who_is_told_something_else_is_matched_instead_of_noise_minus_
     said = tensor([[7.0, -3.0], [0.5, 2.5]])
     rows = examples(2, 2, latents=tensor(X0), expert_cond={"text": said})
     part, x = given(rows, [0.25], [[3.0, 1.0]]), tensor([[1.5, -1.25], [3.75, 0.625]])
-    errors = matching_errors(recipe(space="noise"), Times(2.0), Times(-1.0), part, Told())
+    errors = matching_residuals(recipe(space="noise"), Times(2.0), Times(-1.0), part, Told())
     assert_close(errors.policy, 0.75 * (2 * x - (said + 3 * x)))
     assert_close(errors.required_reference, 0.75 * (-x - (said + 3 * x)))
 
@@ -231,7 +234,7 @@ def test_nobody_is_asked_about_no_rows():
             raise AssertionError
 
     data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0))
-    errors = matching_errors(recipe(), Unasked(), Unasked(), data, Unasked())
+    errors = matching_residuals(recipe(), Unasked(), Unasked(), data, Unasked())
     assert errors.policy.shape == errors.required_reference.shape == (0, 3)
 
 
@@ -241,7 +244,7 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
     part = given(plain, [0.4], torch.arange(6.0).reshape(1, 3, 1, 2).tolist())
     mapped = replace(part, examples=replace(plain, weight_map=weights))
     before, after = (
-        matching_errors(recipe(), Times(2.0), Times(0.5), some) for some in (part, mapped)
+        matching_residuals(recipe(), Times(2.0), Times(0.5), some) for some in (part, mapped)
     )
     assert_close(after.policy.square(), weights * before.policy.square())
     assert_close(after.required_reference.square(), weights * before.required_reference.square())
@@ -251,14 +254,14 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
 def test_the_gradient_reaches_the_policy_and_never_the_reference():
     data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0))
     policy, other = PixelPolicy(), FrozenCopy(PixelPolicy(seed=1))
-    errors = matching_errors(recipe(), policy, other, data)
+    errors = matching_residuals(recipe(), policy, other, data)
     assert not errors.required_reference.requires_grad
     errors.policy.square().sum().backward()
     assert all(p.grad is not None for p in policy.denoiser.parameters())
 
 
 def test_the_divergence_is_the_mean_square_between_both_velocities():
-    errors = Errors(tensor([[1.0, 4.0], [0.0, 2.0]]), tensor([[0.0, 1.0], [2.0, 2.0]]))
+    errors = Residuals(tensor([[1.0, 4.0], [0.0, 2.0]]), tensor([[0.0, 1.0], [2.0, 2.0]]))
     assert float(divergence(errors)) == pytest.approx((1 + 9 + 4 + 0) / 4)
 
 

@@ -205,7 +205,7 @@ def test_losses_and_gradients_are_finite_however_far_apart_the_scores_are(far, t
         loss.uncertainty(a, zero, p, zero, zero),
         loss.ordinal(a, torch.tensor([int(2 * target)]), t(-1, 1)),
         loss.vote_fraction(torch.stack([a, zero], -1), torch.stack([p, 1 - p], -1), both),
-    ]  # fmt: skip
+    ]
     for each in every:
         assert each.isfinite().all()
         assert torch.autograd.grad(each.sum(), a)[0].isfinite().all()

@@ -35,8 +35,11 @@ def test_frames_that_no_causal_vae_makes_are_refused_by_their_number(num_frames,
 
 def test_the_first_latent_frame_is_the_first_frame_and_the_others_stand_for_a_stride_each():
     assert [frames_of(span, 4) for span in ((0, 1), (0, 4), (4, 8), (20, 21))] == [
-        (0, 1), (0, 13), (13, 29), (77, 81),
-    ]  # fmt: skip
+        (0, 1),
+        (0, 13),
+        (13, 29),
+        (77, 81),
+    ]
 
 
 def test_frames_of_spans_follow_each_other_without_gaps():

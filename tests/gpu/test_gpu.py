@@ -20,11 +20,14 @@ def test_the_loop_trains_in_every_precision(tmp_path, precision):
     run, text = load(
         "configs/shapes.yaml",
         [
-            "device=cuda", f"policy.init_args.precision={precision}", "num_steps=2",
-            "evaluation.num_prompts=32", f"output_dir={tmp_path / 'run'}",
+            "device=cuda",
+            f"policy.init_args.precision={precision}",
+            "num_steps=2",
+            "evaluation.num_prompts=32",
+            f"output_dir={tmp_path / 'run'}",
             "recipe.on_failed_check=warn",
         ],
-    )  # fmt: skip
+    )
     summary = runs.train(runs.start(run, text, lambda _: None))
     assert summary["status"] == "finished"
 
@@ -45,9 +48,15 @@ def test_every_credit_method_trains_on_a_gpu(tmp_path, path):
 
     run, text = load(
         str(path),
-        ["device=cuda", "num_steps=2", "recipe.prompts_per_step=2", "evaluation=null",
-         "recipe.on_failed_check=warn", f"output_dir={tmp_path / 'run'}"],
-    )  # fmt: skip
+        [
+            "device=cuda",
+            "num_steps=2",
+            "recipe.prompts_per_step=2",
+            "evaluation=null",
+            "recipe.on_failed_check=warn",
+            f"output_dir={tmp_path / 'run'}",
+        ],
+    )
     assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
 
 
@@ -61,11 +70,16 @@ def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_pa
     for budget in (4, 12):
         run, _ = load(
             "configs/credit/sd35_medium/dense_grpo.yaml",
-            ["device=cuda", f"policy.init_args.path={tmp_path / 'sd3'}",
-             "rewards=[{class_path: tests.fixtures.pixel.Redness}]", "reward_weights={redness: 1.0}",
-             "recipe.prompts_per_step=2", "recipe.sampling.samples_per_prompt=6",
-             f"recipe.sampling.micro_batch={budget}"],
-        )  # fmt: skip
+            [
+                "device=cuda",
+                f"policy.init_args.path={tmp_path / 'sd3'}",
+                "rewards=[{class_path: tests.fixtures.pixel.Redness}]",
+                "reward_weights={redness: 1.0}",
+                "recipe.prompts_per_step=2",
+                "recipe.sampling.samples_per_prompt=6",
+                f"recipe.sampling.micro_batch={budget}",
+            ],
+        )
         torch.cuda.reset_peak_memory_stats()
         result = measure_values(run, 1)
         peaks.append(torch.cuda.max_memory_allocated())

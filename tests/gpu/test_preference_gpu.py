@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GRIDLESS = {name: loss for name, loss in LOSSES.items() if not loss.traits.needs - {"labels"}}
+GRIDLESS = {name: loss for name, loss in LOSSES.items() if not loss.requirements.needs - {"labels"}}
 """A latent of one pixel has no frames to label and no places to mask."""
 
 

@@ -36,15 +36,21 @@ def _step(folder, frames: int) -> dict[str, float]:
     run, _ = load(
         WAN,
         [
-            f"policy.init_args.path={folder}", f"policy.init_args.video.num_frames={frames}",
-            "policy.init_args.video.height=480", "policy.init_args.video.width=832",
+            f"policy.init_args.path={folder}",
+            f"policy.init_args.video.num_frames={frames}",
+            "policy.init_args.video.height=480",
+            "policy.init_args.video.width=832",
             "rewards=[{class_path: reward_models.motion.DynamicDegree}]",
-            "reward_weights={motion: 1.0}", "recipe.thresholds=null",
-            "recipe.prompts_per_step=1", "recipe.prompts_at_once=null",
-            "recipe.updates_per_step=1", "recipe.sampling.num_steps=6",
-            "recipe.sampling.micro_batch=1", "recipe.micro_batch=1",
+            "reward_weights={motion: 1.0}",
+            "recipe.thresholds=null",
+            "recipe.prompts_per_step=1",
+            "recipe.rollout_batch_prompts=null",
+            "recipe.updates_per_step=1",
+            "recipe.sampling.num_steps=6",
+            "recipe.sampling.micro_batch=1",
+            "recipe.micro_batch=1",
         ],
-    )  # fmt: skip
+    )
     torch.cuda.reset_peak_memory_stats()
     try:
         found = measure(run, repeats=1)
@@ -61,9 +67,12 @@ def test_the_embedded_video_model_trains_in_every_precision(tmp_path):
         run, text = load(
             "configs/shapes_video.yaml",
             [
-                "device=cuda", f"policy.init_args.precision={precision}", "num_steps=2",
-                "evaluation.num_prompts=32", f"output_dir={tmp_path / precision}",
+                "device=cuda",
+                f"policy.init_args.precision={precision}",
+                "num_steps=2",
+                "evaluation.num_prompts=32",
+                f"output_dir={tmp_path / precision}",
                 "recipe.on_failed_check=warn",
             ],
-        )  # fmt: skip
+        )
         assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"

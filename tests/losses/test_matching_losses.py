@@ -18,7 +18,7 @@ from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
-from flowalign.types import Errors, Examples
+from flowalign.types import Examples, Residuals
 from tests.fixtures.golden import load
 
 # Of two pairs: winners .30 and .62, losers .50 and .41; gaps -.09 and .05:
@@ -26,11 +26,11 @@ from tests.fixtures.golden import load
 POLICY, REFERENCE = [0.30, 0.62, 0.50, 0.41], [0.34, 0.60, 0.45, 0.44]
 
 
-def residual(errors, shape=(2, 3)):
+def residual(residuals, shape=(2, 3)):
     """Rows of uneven numbers with these mean squares."""
-    errors = tensor(errors)
-    raw = torch.randn(len(errors), *shape, generator=torch.Generator().manual_seed(5))
-    return raw * (errors / sample_error(raw)).sqrt().reshape(-1, *[1] * len(shape))
+    residuals = tensor(residuals)
+    raw = torch.randn(len(residuals), *shape, generator=torch.Generator().manual_seed(5))
+    return raw * (residuals / sample_error(raw)).sqrt().reshape(-1, *[1] * len(shape))
 
 
 def examples(latents, **known):
@@ -48,8 +48,8 @@ def run(loss, policy=POLICY, reference=REFERENCE, **known):
 
 def run_residuals(loss, policy, reference, **known):
     policy = policy.clone().requires_grad_()
-    errors = Errors(policy, reference if loss.traits.reference else None)
-    value, stats = loss.loss(errors, examples(policy.detach(), **known))
+    residuals = Residuals(policy, reference if loss.requirements.reference else None)
+    value, stats = loss.loss(residuals, examples(policy.detach(), **known))
     return value.detach(), stats, torch.autograd.grad(value, policy)[0]
 
 

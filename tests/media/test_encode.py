@@ -14,7 +14,7 @@ from flowalign.media import encode as video_files
 from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.frame_sampling import Choice, MediaProblem, Shown, at_rate, mean_rate
-from flowalign.media.grids import write_grid
+from flowalign.media.image_grid import write_grid
 from flowalign.media.media import Media
 from flowalign.media.thumbnails import first_to_last, looping, pictures, reduced, thinned
 from flowalign.reports.samples import cut_grid
@@ -142,8 +142,12 @@ def test_nothing_is_left_beside_and_nothing_is_half_written(tmp_path, monkeypatc
     for name in ("a.mp4", "b.webm", "c.gif", "d.webp", "e"):
         write_clip(tmp_path / name, clip(3), 8.0)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "a.mp4", "b.webm", "c.gif", "d.webp", "e",
-    ]  # fmt: skip
+        "a.mp4",
+        "b.webm",
+        "c.gif",
+        "d.webp",
+        "e",
+    ]
     before = (tmp_path / "a.mp4").read_bytes()
     monkeypatch.setattr("flowalign.media.encode._in_yuv", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

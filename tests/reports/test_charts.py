@@ -62,10 +62,14 @@ def test_every_evaluated_step_is_a_point():
 
 def test_what_is_not_weighted_is_watched_beside_what_is():
     series = {
-        "reward/good": {0: 0.1, 1: 0.2}, "reward/truth": {0: 0.5, 1: 0.4}, "reward_mean": {0: 0.2},
-        "eval/good": {0: 1.0, 5: 1.5}, "eval/truth": {0: 0.7, 5: 0.6}, "eval/seen/good": {0: 9.0},
+        "reward/good": {0: 0.1, 1: 0.2},
+        "reward/truth": {0: 0.5, 1: 0.4},
+        "reward_mean": {0: 0.2},
+        "eval/good": {0: 1.0, 5: 1.5},
+        "eval/truth": {0: 0.7, 5: 0.6},
+        "eval/seen/good": {0: 9.0},
         "eval/diversity": {0: 1.0, 5: 0.9},
-    }  # fmt: skip
+    }
     made = {panel.title: panel.lines for panel in charts.panels(series, {"good": 2.0})}
     assert set(made["Training reward"]) == {"good", "weighted"}
     assert set(made["Training reward, only watched"]) == {"truth"}

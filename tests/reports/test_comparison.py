@@ -23,7 +23,7 @@ from flowalign.reports.comparison import (
     leads,
     methods_of,
     reach,
-    spread,
+    seed_statistics,
     value_at,
 )
 from flowalign.reports.comparison_page import write_comparison
@@ -32,39 +32,57 @@ from flowalign.reports.comparison_page import write_comparison
 def run(seed, values, trajectories, calls=1.0, seconds=1.0, diversity=math.nan):
     points = [
         Point(
-            step=n // 5, value=value, diversity=diversity,
-            costs={"trajectories": float(n), "reward_calls": calls * n, "decodes": calls * n,
-                   "network_evaluations": 7.0 * n, "seconds": seconds * n},
+            step=n // 5,
+            value=value,
+            diversity=diversity,
+            costs={
+                "trajectories": float(n),
+                "reward_calls": calls * n,
+                "decodes": calls * n,
+                "network_evaluations": 7.0 * n,
+                "seconds": seconds * n,
+            },
         )
         for value, n in zip(values, trajectories, strict=True)
-    ]  # fmt: skip
+    ]
     return Curve(seed, tuple(points))
 
 
-PLAIN = Method("plain", (
-    run(0, [0.1, 0.3, 0.5], [0, 10, 20], seconds=5.0, diversity=1.25),
-    run(1, [0.2, 0.2, 0.8], [0, 10, 20], seconds=7.0, diversity=0.75),
-))  # fmt: skip
-DENSE = Method("dense", (
-    run(0, [0.1, 0.5, 0.7], [0, 5, 15], calls=3.0, seconds=8.0),
-    run(1, [0.2, 0.7, 0.9], [0, 5, 15], calls=3.0, seconds=6.0),
-))  # fmt: skip
+PLAIN = Method(
+    "plain",
+    (
+        run(0, [0.1, 0.3, 0.5], [0, 10, 20], seconds=5.0, diversity=1.25),
+        run(1, [0.2, 0.2, 0.8], [0, 10, 20], seconds=7.0, diversity=0.75),
+    ),
+)
+DENSE = Method(
+    "dense",
+    (
+        run(0, [0.1, 0.5, 0.7], [0, 5, 15], calls=3.0, seconds=8.0),
+        run(1, [0.2, 0.7, 0.9], [0, 5, 15], calls=3.0, seconds=6.0),
+    ),
+)
 
 
 def test_the_spread_is_the_samples_and_of_one_seed_unknown():
     """(.5, .8) deviate by .15 each: sqrt(2 * .15^2 / (2 - 1))."""
-    both = spread([0.5, 0.8])
+    both = seed_statistics([0.5, 0.8])
     assert (both.mean, both.std) == pytest.approx((0.65, math.sqrt(2) * 0.15))
-    assert spread([0.5, math.nan, 0.8]).mean == pytest.approx(0.65)
-    assert math.isnan(spread([0.5]).std)
-    assert math.isnan(spread([math.nan]).mean)
+    assert seed_statistics([0.5, math.nan, 0.8]).mean == pytest.approx(0.65)
+    assert math.isnan(seed_statistics([0.5]).std)
+    assert math.isnan(seed_statistics([math.nan]).mean)
 
 
 @pytest.mark.parametrize(
     ("axis", "budget", "value"),
-    [("trajectories", 0.0, 0.1), ("trajectories", 6.0, 0.22), ("trajectories", 15.0, 0.4),
-     ("network_evaluations", 126.0, 0.46), ("seconds", 100.0, 0.5)],
-)  # fmt: skip
+    [
+        ("trajectories", 0.0, 0.1),
+        ("trajectories", 6.0, 0.22),
+        ("trajectories", 15.0, 0.4),
+        ("network_evaluations", 126.0, 0.46),
+        ("seconds", 100.0, 0.5),
+    ],
+)
 def test_a_value_between_two_evaluations_is_on_the_line_between_them(axis, budget, value):
     assert value_at(PLAIN.runs[0], axis, budget) == pytest.approx(value)
 
@@ -122,9 +140,11 @@ def test_reaching_the_baseline_is_told_as_a_share_of_its_own_cost():
     assert plain.reach["seconds"].cost == pytest.approx(120)
     told = [(dense.reach[axis].cost, dense.reach[axis].share) for axis in AXES]
     assert told == [
-        pytest.approx((22.5, 1.125)), pytest.approx((52.5, 0.375)),
-        pytest.approx((52.5, 52.5 / 120)), pytest.approx((7.5, 0.375)),
-    ]  # fmt: skip
+        pytest.approx((22.5, 1.125)),
+        pytest.approx((52.5, 0.375)),
+        pytest.approx((52.5, 52.5 / 120)),
+        pytest.approx((7.5, 0.375)),
+    ]
 
 
 def test_a_method_that_never_gets_there_has_no_cost():

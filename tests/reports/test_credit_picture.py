@@ -30,7 +30,7 @@ from flowalign.training.policy_gradient.credit_record import (
     worth_a_picture,
 )
 from flowalign.training.policy_gradient.loop import train_online
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from tests.credit.test_credit_in_rollouts import (
     THREE,
     blind_rewards,
@@ -53,7 +53,7 @@ def _no_curves(monkeypatch):
 
 def judged(cfg, learner, trajectory, rewards=None):
     seen = []
-    values = state_values(cfg, learner, rewards or new_rewards(), trajectory)
+    values = completion_values(cfg, learner, rewards or new_rewards(), trajectory)
     judge(cfg, learner, values, seen.append)
     return seen[0]
 
@@ -90,7 +90,7 @@ def test_the_record_of_gains_by_hand():
     close(made.credit, torch.cat([v[:, made.states].diff(dim=1), nothing], 1))
     close(made.advantage, torch.cat([seen.batch.advantage[:4, :4], nothing], 1))
     assert made.marked is None
-    assert made.origin is None
+    assert made.source_row is None
     assert made.trained == [0, 1, 2, 3]
 
 
@@ -160,8 +160,8 @@ def test_samples_branch_where_they_share_noise_or_add_it_at_other_steps(sampling
 def test_a_comb_shows_every_outcome_and_who_shares_what():
     seen = sampled(Branch(), {"branching": Comb(children=2), "samples_per_prompt": 6})
     made, trajectory = record(0, Branch(), seen), seen.batch.trajectory
-    assert made.origin == trajectory.origin[:6].tolist()
-    assert made.origin[0] == [5, 0, 0, 0, 0]
+    assert made.source_row == trajectory.rows.source_row[:6].tolist()
+    assert made.source_row[0] == [5, 0, 0, 0, 0]
     assert made.states == [4]
     trained = [[n is not None for n in row] for row in made.advantage]
     assert trained == [[k == b // 2 for k in range(4)] for b in range(6)]
@@ -193,8 +193,10 @@ def test_large_pictures_are_reduced_and_keep_their_proportions():
     still = learner.policy.decode
     learner.policy.decode = lambda x: still(x).expand(-1, -1, -1, 320, 640)
     assert shown(judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0)))[0][0].shape == (
-        80, 160, 3,
-    )  # fmt: skip
+        80,
+        160,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,8 +213,9 @@ def test_the_record_alone_redraws_all_but_the_small_pictures(tmp_path, credit, s
     pictures(0, sampled(credit, sampling, **recipe))
     assert pictures.write() > 0
     assert sorted(file.name for file in (tmp_path / "credit").iterdir()) == [
-        "step-000000.json", "step-000000.png",
-    ]  # fmt: skip
+        "step-000000.json",
+        "step-000000.png",
+    ]
     content = json.loads((tmp_path / "credit" / "step-000000.json").read_text())
     draw(CreditRecord(**content), {}, tmp_path / "again.png")
     sizes = [Image.open(tmp_path / name).size for name in ("credit/step-000000.png", "again.png")]
@@ -221,9 +224,19 @@ def test_the_record_alone_redraws_all_but_the_small_pictures(tmp_path, credit, s
 
 def test_many_steps_and_samples_and_no_number_at_all_are_drawn(tmp_path):
     some = CreditRecord(
-        0, "a" * 500, "Gain", "", {"x": -1.0}, [1.0] * 19, list(range(19)), [[0.0] * 19] * 50,
-        [[None] * 18] * 50, [[0.0] * 18] * 50, None, None,
-    )  # fmt: skip
+        0,
+        "a" * 500,
+        "Gain",
+        "",
+        {"x": -1.0},
+        [1.0] * 19,
+        list(range(19)),
+        [[0.0] * 19] * 50,
+        [[None] * 18] * 50,
+        [[0.0] * 18] * 50,
+        None,
+        None,
+    )
     draw(some, {}, tmp_path / "many.png")
     nothing = CreditRecord(**asdict(some) | {"advantage": [[None] * 18] * 50})
     draw(nothing, {}, tmp_path / "none.png")

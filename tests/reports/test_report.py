@@ -55,10 +55,17 @@ def test_the_parts_come_in_order_and_the_charts_too(folder):
     parts = ["".join(pair) for pair in headings(page)]
     assert parts == ["Curves", "Samples", "Checks at the start", "Held-out values", "Configuration"]
     assert captions(page) == [
-        "Training reward", "Held-out strict", "Held-out colour", "Held-out diversity",
-        "Ratio of new to old policy", "Clipped transitions", "KL to the reference",
-        "Gradient norm", "Prompts without signal", "Time of a step",
-    ]  # fmt: skip
+        "Training reward",
+        "Held-out strict",
+        "Held-out colour",
+        "Held-out diversity",
+        "Ratio of new to old policy",
+        "Clipped transitions",
+        "KL to the reference",
+        "Gradient norm",
+        "Prompts without signal",
+        "Time of a step",
+    ]
     assert page.index("Held-out strict went") < page.index('class="tiles"') < page.index("Curves")
 
 
@@ -82,10 +89,15 @@ def test_the_verdict_names_the_stricter_quantity_before_and_after(folder):
 def test_the_tiles_show_the_figures_of_the_summary(folder):
     tiles = re.findall(r'<div class="tile"><b>(.*?)</b><span>(.*?)</span>', page_of(folder))
     assert tiles == [
-        ("0.312", "strict before"), ("0.688", "strict after"), ("+0.375", "change"),
-        ("12:34", "time (min:s)"), ("40", "steps"), ("1.23 M", "network evaluations"),
-        ("5,120", "reward calls"), ("7", "seed"),
-    ]  # fmt: skip
+        ("0.312", "strict before"),
+        ("0.688", "strict after"),
+        ("+0.375", "change"),
+        ("12:34", "time (min:s)"),
+        ("40", "steps"),
+        ("1.23 M", "network evaluations"),
+        ("5,120", "reward calls"),
+        ("7", "seed"),
+    ]
 
 
 def test_a_grid_is_cut_into_exactly_its_pictures():

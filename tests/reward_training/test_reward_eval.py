@@ -21,11 +21,16 @@ from flowalign.utils.errors import ConfigError
 def medium(record, k, score, valid=True, prompt=None, **said):
     """A row as `flowalign score` writes it."""
     return {
-        "record": record, "medium": k, "prompt": record if prompt is None else prompt,
-        "path": f"{record}-{k}.png", "reason": None, "fingerprint": "abc",
+        "record": record,
+        "medium": k,
+        "prompt": record if prompt is None else prompt,
+        "path": f"{record}-{k}.png",
+        "reason": None,
+        "fingerprint": "abc",
         **{name.replace("__", "/"): value for name, value in said.items()},
-        "VQ": score, "VQ_valid": valid,
-    }  # fmt: skip
+        "VQ": score,
+        "VQ_valid": valid,
+    }
 
 
 def write(folder, rows):
@@ -40,11 +45,15 @@ def run(*words):
 
 
 RANKED = [
-    medium("a", 0, 3.0, rank__overall=1), medium("a", 1, 1.0, rank__overall=2),
-    medium("b", 0, 2.0, rank__overall=2), medium("b", 1, 5.0, rank__overall=1),
-    medium("c", 0, 4.0, rank__overall=1), medium("c", 1, 4.5, rank__overall=2),
-    medium("d", 0, 1.0, rank__overall=1), medium("d", 1, 1.25, rank__overall=1),
-]  # fmt: skip
+    medium("a", 0, 3.0, rank__overall=1),
+    medium("a", 1, 1.0, rank__overall=2),
+    medium("b", 0, 2.0, rank__overall=2),
+    medium("b", 1, 5.0, rank__overall=1),
+    medium("c", 0, 4.0, rank__overall=1),
+    medium("c", 1, 4.5, rank__overall=2),
+    medium("d", 0, 1.0, rank__overall=1),
+    medium("d", 1, 1.25, rank__overall=1),
+]
 """Leads 2, -3, -0.5, -0.25; people say A, B, A, tie: 2 of 3 decided, 3 of 4 with ties up to .25."""
 
 
@@ -69,16 +78,24 @@ def test_a_table_with_known_answers(tmp_path, capsys):
 
 
 def test_an_invalid_score_is_neither_right_nor_wrong(tmp_path):
-    rows = [*RANKED[:4], medium("e", 0, 9.0, False, rank__overall=2),
-            medium("e", 1, None, True, rank__overall=1)]  # fmt: skip
+    rows = [
+        *RANKED[:4],
+        medium("e", 0, 9.0, False, rank__overall=2),
+        medium("e", 1, None, True, rank__overall=1),
+    ]
     found = pairs(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "rank/overall")
     assert (len(found.lead), found.unscored) == (2, 1)
 
 
 def test_votes_are_shares_and_the_majority_decides(tmp_path):
-    rows = [medium("a", 0, 1.0, votes__text=0.7), medium("a", 1, 0.0, votes__text=0.3),
-            medium("b", 0, 1.0, votes__text=0.5), medium("b", 1, 0.0, votes__text=0.5),
-            medium("c", 0, 1.0, votes__text=0.0), medium("c", 1, 0.0, votes__text=0.2)]  # fmt: skip
+    rows = [
+        medium("a", 0, 1.0, votes__text=0.7),
+        medium("a", 1, 0.0, votes__text=0.3),
+        medium("b", 0, 1.0, votes__text=0.5),
+        medium("b", 1, 0.0, votes__text=0.5),
+        medium("c", 0, 1.0, votes__text=0.0),
+        medium("c", 1, 0.0, votes__text=0.2),
+    ]
     found = pairs(read_scores(write(tmp_path, rows) / "scores.jsonl"), "VQ", "votes/text")
     assert found.share.tolist() == pytest.approx([0.7, 0.5, 0.0])
     assert found.human.tolist() == [1, 0, -1]
@@ -86,10 +103,12 @@ def test_votes_are_shares_and_the_majority_decides(tmp_path):
 
 def test_ratings_compare_media_of_one_prompt_and_correlate_all(tmp_path):
     rows = [
-        medium("a", 0, 1.0, prompt="p", rating__q=2), medium("b", 0, 3.0, prompt="p", rating__q=4),
-        medium("c", 0, 2.0, prompt="o", rating__q=3), medium("d", 0, 9.0, prompt="", rating__q=5),
+        medium("a", 0, 1.0, prompt="p", rating__q=2),
+        medium("b", 0, 3.0, prompt="p", rating__q=4),
+        medium("c", 0, 2.0, prompt="o", rating__q=3),
+        medium("d", 0, 9.0, prompt="", rating__q=5),
         medium("e", 0, 0.0, prompt="", rating__q=1),
-    ]  # fmt: skip
+    ]
     table = read_scores(write(tmp_path, rows) / "scores.jsonl")
     assert pairs(table, "VQ", "rating/q").lead.tolist() == [-2.0]
     (result,) = evaluate(table, Settings(repeats=0))["results"]
@@ -106,10 +125,13 @@ def test_a_judge_that_prefers_what_comes_first_is_found_out(tmp_path):
         return [both[0] | {"path": first}, both[1] | {"path": second}]
 
     rows = [
-        *two("1", "p", "x", "y", (2.0, 1.0)), *two("2", "p", "y", "x", (1.0, 2.0)),
-        *two("3", "q", "x", "y", (2.0, 1.0)), *two("4", "q", "y", "x", (2.0, 1.0)),
-        *two("5", "r", "x", "y", (2.0, 1.0)), *two("6", "o", "y", "x", (2.0, 1.0)),
-    ]  # fmt: skip
+        *two("1", "p", "x", "y", (2.0, 1.0)),
+        *two("2", "p", "y", "x", (1.0, 2.0)),
+        *two("3", "q", "x", "y", (2.0, 1.0)),
+        *two("4", "q", "y", "x", (2.0, 1.0)),
+        *two("5", "r", "x", "y", (2.0, 1.0)),
+        *two("6", "o", "y", "x", (2.0, 1.0)),
+    ]
     table = read_scores(write(tmp_path, rows) / "scores.jsonl")
     forward, backward, _ = both_orders(table, "VQ")
     assert (forward.tolist(), backward.tolist()) == ([1.0, 1.0], [1.0, -1.0])
@@ -125,8 +147,15 @@ def noisy(prompts=60):
         true, noise = torch.randn(3, generator=g), torch.randn(3, generator=g)
         for k in range(3):
             better = int((true.round() > true.round()[k]).sum())
-            rows.append(medium(f"r{p}", k, float(true[k] + noise[k]), rank__overall=1 + better,
-                               rating__q=float(true[k].round())))  # fmt: skip
+            rows.append(
+                medium(
+                    f"r{p}",
+                    k,
+                    float(true[k] + noise[k]),
+                    rank__overall=1 + better,
+                    rating__q=float(true[k].round()),
+                )
+            )
             rows[-1] |= {
                 "<Size>_of_a_long_name": 100 * float(noise[k]),
                 "<Size>_of_a_long_name_valid": True,

@@ -308,8 +308,12 @@ def test_records_become_a_table_divided_by_prompt():
 
 
 def test_a_candidate_that_failed_loses_its_labels_only():
-    table = gather([record(i, f"p{i}", ranks={"a": [1.0, 2.0, 3.0]}) for i in range(9)],
-                   {"a": "ranks"}, 0, (0.2, 0.0))  # fmt: skip
+    table = gather(
+        [record(i, f"p{i}", ranks={"a": [1.0, 2.0, 3.0]}) for i in range(9)],
+        {"a": "ranks"},
+        0,
+        (0.2, 0.0),
+    )
     less = table.without([4])
     assert less.labels[1, :, 0].isnan().tolist() == [False, True, False]
     assert int(less.labels.isnan().sum()) == 1
@@ -402,8 +406,15 @@ def test_a_state_of_other_data_or_another_head_is_refused(tmp_path):
 def test_training_stops_when_the_held_out_loss_no_longer_falls_and_keeps_the_best():
     x, true = world(records=60)
     labels = pair_ranks(drawn((true[:, 0] - true[:, 1]).sigmoid()))
-    some = trainer(x, labels, {"quality": Dimension(loss=BradleyTerry())}, MLP([64]),
-                   epochs=60, batch_size=8, patience=3)  # fmt: skip
+    some = trainer(
+        x,
+        labels,
+        {"quality": Dimension(loss=BradleyTerry())},
+        MLP([64]),
+        epochs=60,
+        batch_size=8,
+        patience=3,
+    )
     held = [m["held_out/loss"] for m in some.epochs()]
     best = min(range(len(held)), key=held.__getitem__)
     assert len(held) == best + 1 + 3 < 60

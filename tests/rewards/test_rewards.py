@@ -11,13 +11,25 @@ from flowalign.credit.gain import Gain
 from flowalign.data.prompts import read_metadata
 from flowalign.functional.combine import Multipliers
 from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, Transformed, not_dominated
+from flowalign.rewards.objectives import (
+    LogSigmoidCentred,
+    Thresholds,
+    TransformedValues,
+    not_dominated,
+)
 from flowalign.training.checkpoint import restore, save
-from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.rollouts import explore, rollout, state_values
+from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from tests.fixtures.pixel import Redness
-from tests.fixtures.training import Given, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import (
+    Given,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    train,
+)
 
 THREE = ["a", "bb", "ccc"]
 
@@ -42,8 +54,9 @@ class Rank(RewardModel):
     """The share of its group that a sample is redder than."""
 
     def __init__(self):
-        self.spec = RewardSpec("rank", ("rank",), "any", (0.0, 1.0), "Apache-2.0",
-                               needs=("groups",))  # fmt: skip
+        self.spec = RewardSpec(
+            "rank", ("rank",), "any", (0.0, 1.0), "Apache-2.0", needs=("groups",)
+        )
         self.groups = []
 
     def score(self, batch):
@@ -60,9 +73,9 @@ class Rank(RewardModel):
 def test_sampling_some_prompts_at_a_time_changes_nothing(credit, at_once):
     extra = {"credit": credit} if credit else {}
     results = []
-    for prompts_at_once in (None, at_once):
+    for rollout_batch_prompts in (None, at_once):
         learner = new_learner()
-        cfg = new_recipe({"micro_batch": 5}, prompts_at_once=prompts_at_once, **extra)
+        cfg = new_recipe({"micro_batch": 5}, rollout_batch_prompts=rollout_batch_prompts, **extra)
         metrics = train(cfg, learner, steps=2)
         results.append((metrics, flat(learner.policy.denoiser)))
     (whole, weights), (lots, same) = results
@@ -84,8 +97,8 @@ def test_rewards_of_one_lot_are_computed_while_the_next_is_sampled():
         return velocity(x, sigma, cond)
 
     learner.policy.velocity = watched
-    cfg = new_recipe(prompts_at_once=1)
-    explore(cfg, learner, Rewards([model], {"redness": 1.0}), THREE, 0, 0)([4])
+    cfg = new_recipe(rollout_batch_prompts=1)
+    collect_rollouts(cfg, learner, Rewards([model], {"redness": 1.0}), THREE, 0, 0)([4])
     assert model.calls == [4, 4, 4]
     assert len(calls) == 3 * 4
 
@@ -119,7 +132,7 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
     cfg = new_recipe({"micro_batch": micro_batch})
     rewards = Rewards([Redness(), model], {"rank": 1.0})
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    values = state_values(cfg, learner, rewards, trajectory)([4])[:, 0]
+    values = completion_values(cfg, learner, rewards, trajectory)([4])[:, 0]
     assert len(model.groups) == 1
     assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
     assert len(set(model.groups[0])) == 3
@@ -132,7 +145,7 @@ def test_states_of_different_steps_are_different_groups():
     model, learner = Rank(), new_learner()
     cfg = new_recipe(credit=Gain())
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    state_values(cfg, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
+    completion_values(cfg, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
     assert len(set(model.groups[0])) == 6
 
 
@@ -173,7 +186,7 @@ def test_loading_prepares_exactly_the_models_that_need_it():
 def test_log_sigmoid_centred_by_hand_and_only_where_named():
     transform = LogSigmoidCentred(reference={"b": 0.5}, scale=0.25)
     values = torch.tensor([[[3.0, 0.5], [4.0, 1.0]], [[5.0, math.nan], [6.0, 0.0]]])
-    given = Transformed(Given(values), ("a", "b"), transform)([0, 1])
+    given = TransformedValues(Given(values), ("a", "b"), transform)([0, 1])
     half, two = math.log(0.5), math.log(1 / (1 + math.exp(-2)))
     wanted = [[[3.0, half], [4.0, two]], [[5.0, math.nan], [6.0, math.log(1 / (1 + math.exp(2)))]]]
     assert_close(given, torch.tensor(wanted), equal_nan=True)
@@ -190,9 +203,9 @@ def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
     learner, cfg = new_learner(), new_recipe(advantage_scale="none")
     reference = LogSigmoidCentred(reference={"redness": -5.0})
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    plain, raw = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    plain, raw = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     cfg = new_recipe(advantage_scale="none", value_transform=reference)
-    moved, same = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    moved, same = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     assert raw["reward/redness"] == same["reward/redness"]
     ratio = moved.advantage.abs().sum() / plain.advantage.abs().sum()
     assert 0.003 < ratio < 0.01, "far above the reference, log sigmoid is nearly flat: e^-5"
@@ -202,12 +215,12 @@ def test_dominated_samples_are_not_trained_and_the_baseline_is_everyones():
     learner = new_learner()
     trajectory = rollout(new_recipe(), learner, THREE, 0, 0)
     rewards = new_rewards(redness=1.0, green=1.0)
-    everyone, _ = judge(
-        new_recipe(), learner, state_values(new_recipe(), learner, rewards, trajectory)
+    everyone, _ = credited(
+        new_recipe(), learner, completion_values(new_recipe(), learner, rewards, trajectory)
     )
     cfg = new_recipe(pareto="group")
-    some, metrics = judge(cfg, learner, state_values(cfg, learner, rewards, trajectory))
-    final = state_values(cfg, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
+    some, metrics = credited(cfg, learner, completion_values(cfg, learner, rewards, trajectory))
+    final = completion_values(cfg, learner, rewards, trajectory)([4])[:, 0].view(3, 4, 2)
     above = (final[:, :, None] >= final[:, None]).all(3) & (final[:, :, None] > final[:, None]).any(
         3
     )

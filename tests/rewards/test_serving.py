@@ -26,8 +26,9 @@ class Mean(RewardModel, Loadable):
     """Mean and a prompt-dependent value; what the tests want it to do besides, it does."""
 
     def __init__(self, name="mean", needs=(), before=lambda batch: None, load=lambda: None):
-        self.spec = RewardSpec(name, ("level", "length"), "any", (0.0, math.inf), "MIT",
-                               needs=needs, version="7")  # fmt: skip
+        self.spec = RewardSpec(
+            name, ("level", "length"), "any", (0.0, math.inf), "MIT", needs=needs, version="7"
+        )
         self.before, self.loading, self.calls = before, load, []
 
     def load(self):
@@ -355,17 +356,23 @@ def test_other_machines_are_served_with_a_token_only(monkeypatch):
     with pytest.raises(ConfigError, match="clients need a token"):
         run(args)
     assert [is_loopback(h) for h in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "host")] == [
-        True, True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        {}, [], {"values": [[1.0, 2.0]], "uncertainty": None, "reasons": {}, "extras": []},
+        {},
+        [],
+        {"values": [[1.0, 2.0]], "uncertainty": None, "reasons": {}, "extras": []},
         {"values": [[1.0]] * 3, "uncertainty": None, "reasons": {}, "extras": []},
     ],
-)  # fmt: skip
+)
 def test_an_answer_of_another_length_is_an_error(content):
     with pytest.raises(ValueError, match=r"answer|dimensions"):
         output_from_json(content, Mean().spec, 3)

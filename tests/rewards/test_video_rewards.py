@@ -14,8 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
-from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.rollouts import explore
+from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.backbones import Encoder
 from reward_models.checklist import read_sheet
@@ -26,7 +25,7 @@ from reward_models.temporal import SubjectConsistency, TemporalFlicker
 from reward_models.vision_reward import vision_reward_video
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
+from tests.fixtures.training import ALONE, credited, flat, new_learner, new_recipe, train
 
 THREE = ["a", "bb", "ccc"]
 SPEEDS = (0, 1, 2, 4)
@@ -148,7 +147,7 @@ def test_an_image_reward_trains_a_policy_of_videos_frame_by_frame():
 
 
 def test_visionreward_video_is_a_reward_of_an_online_step():
-    class Asked(FakeJudge):
+    class CreditRequirements(FakeJudge):
         video_needs = ("fps",)
 
         def ask(self, batch, questions):
@@ -156,17 +155,17 @@ def test_visionreward_video_is_a_reward_of_an_online_step():
             assert list(batch.fps) == [8.0] * len(batch)
             return super().ask(batch, questions)
 
-    judge_, learner = Asked(), new_learner(Slides())
+    judge_, learner = CreditRequirements(), new_learner(Slides())
     rewards = Rewards([vision_reward_video(judge_)], {"overall": 1.0})
     cfg = new_recipe({"micro_batch": 4})
-    batch, metrics = judge(cfg, learner, explore(cfg, learner, rewards, THREE, 0, 0))
+    batch, metrics = credited(cfg, learner, collect_rollouts(cfg, learner, rewards, THREE, 0, 0))
     assert len(judge_.asked) == 12
     sheet = read_sheet("vision_reward_video")
     written = [q.replace("[[prompt]]", "bb") for q in sheet.questions]
     assert judge_.asked[4:8] == [written] * 4
     weights = [item.weight for item in sheet.items]
     clip = learner.policy.decode(torch.zeros(4, 3, 1, 1, 1))
-    yes = Asked().ask(MediaBatch(clip, ["bb"] * 4, fps=[8.0] * 4), [written] * 4)
+    yes = CreditRequirements().ask(MediaBatch(clip, ["bb"] * 4, fps=[8.0] * 4), [written] * 4)
     scores = [
         sum(w if p > 0.5 else -w for w, p in zip(weights, row, strict=True)) / len(weights)
         for row in yes.tolist()
@@ -210,8 +209,8 @@ CALM = {"smoothness": 0.3, "flicker": 0.2, "consistency": 0.1}
 def judged(rewards: Rewards, **recipe):
     """Advantages of a prompt's four samples, and their rewards by name."""
     cfg, learner = new_recipe(**recipe), new_learner(Slides())
-    values = explore(cfg, learner, rewards, ["a"], 0, 0)
-    batch, metrics = judge(cfg, learner, values)
+    values = collect_rollouts(cfg, learner, rewards, ["a"], 0, 0)
+    batch, metrics = credited(cfg, learner, values)
     named = dict(zip(rewards.dims, values([4])[:, 0].T.tolist(), strict=True))
     return batch.advantage[:, 0].tolist(), named, metrics
 

@@ -64,7 +64,7 @@ def write(tmp_path):
             "evaluation": {"prompts": {n: str(tmp_path / f"{n}.txt") for n in ("seen", "unseen")},
                            "num_prompts": 8, "num_steps": 2, "every": 1},
             "checkpoints": {"every": 1}, "device": "cpu", "threads": 1,
-        }  # fmt: skip
+        }
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(content | changes))
         return str(tmp_path / f"{name}.yaml")
 
@@ -76,7 +76,7 @@ def here(monkeypatch):
     """Runs go through this process instead of one of their own; the commands that were run."""
     commands = []
 
-    def run_all(jobs, at_once, say):
+    def run_all(jobs, at_once, log):
         failed = []
         for job in jobs:
             commands.append(job.command)
@@ -124,7 +124,7 @@ def fake_run(config: str, folder: Path, seed: int, values: dict[int, float], sta
          "cost/reward_calls": 6.0 * done, "cost/decodes": 6.0 * done,
          "cost/network_evaluations": 40.0 * done, "cost/seconds": (2.0 + seed) * done}
         for done, value in values.items()
-    ]  # fmt: skip
+    ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -149,7 +149,7 @@ def test_two_methods_and_two_seeds_are_run_compared_and_resumed(write, tmp_path,
     asked = request(write("plain"), write("fast", 3e-2), out=tmp_path / "out")
     first = compare(asked, quiet)
     folders = sorted(str(p.parent.relative_to(tmp_path / "out"))
-                     for p in (tmp_path / "out").glob("*/*/summary.json"))  # fmt: skip
+                     for p in (tmp_path / "out").glob("*/*/summary.json"))
     assert folders == ["fast/seed0", "fast/seed1", "plain/seed0", "plain/seed1"]
     assert len(here) == 4
     assert first.metric == "redness"
@@ -192,7 +192,7 @@ def test_finished_runs_are_only_drawn(finished, tmp_path, nothing_runs):
     assert len([line for line in said if line.startswith("kept")]) == 4
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         "plain", "fast", "compare.json", "compare.png", "compare.html",
-    }  # fmt: skip
+    }
 
 
 def test_the_page_needs_nothing_but_itself_and_shows_all_methods(
@@ -308,7 +308,7 @@ def test_a_folder_with_other_settings_is_refused_with_the_difference_and_a_way_o
     lines = str(caught.value).splitlines()
     assert lines[1:] == [
         "optimizer.learning_rate 0.01 there, 0.5 now", "choose another --out, or delete that folder"
-    ]  # fmt: skip
+    ]
 
 
 def test_a_setting_that_another_version_did_not_know_is_named(finished, tmp_path, nothing_runs):
@@ -342,7 +342,7 @@ def test_an_interrupted_run_goes_on_from_a_checkpoint_or_starts_anew(
     assert asked[0].command[1:] == [
         "-m", "flowalign", "train", config, "num_steps=2",
         "--seed", "4", "--output_dir", str(folder), option,
-    ]  # fmt: skip
+    ]
     assert asked[0].log == tmp_path / "out" / "plain" / "seed4.log"
 
 
@@ -392,7 +392,7 @@ def test_strict_is_compared_unless_told_otherwise(tmp_path):
     ("cores", "changes", "expected"),
     [(8, [{"threads": 2}, {"threads": 3}], 2), (2, [{"threads": 4}], 1), (8, [{}], 8),
      (8, [{}, {"device": "auto"}], 1), (8, [{"threads": None}], 1)],
-)  # fmt: skip
+)
 def test_as_many_runs_at_once_as_cores_hold(write, tmp_path, monkeypatch, cores, changes, expected):
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     configs = [write(f"run{i}", **change) for i, change in enumerate(changes)]
@@ -413,7 +413,7 @@ def test_the_command_line_hands_over_files_seeds_and_overrides(
     code = command_line(
         *finished, "num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--seeds", "0", "1",
         "--out", str(tmp_path / "out"), "--metric", "redness", "--jobs", "5", "--num_steps=2",
-    )  # fmt: skip
+    )
     assert code == 0
     overrides = ["num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--num_steps=2"]
     assert asked == [Request(finished, overrides, [0, 1], tmp_path / "out", 5, "redness")]
@@ -447,7 +447,7 @@ def _start(*argv: str) -> subprocess.Popen:
         [sys.executable, "-m", "flowalign", "compare", *argv],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # & in a shell ignores it
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.slow
@@ -459,7 +459,7 @@ def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_pat
         write("plain"), write("fast", 3e-2), "--seeds", "0", "--out", str(out), "--jobs", "2",
         "--metric", "redness", "--num_steps", "400", "--evaluation.every", "100",
         "--checkpoints.every", "1000",
-    ]  # fmt: skip
+    ]
     process = _start(*argv)
     files = [out / name / "seed0" / "metrics.jsonl" for name in ("plain", "fast")]
     while not all(file.exists() and len(file.read_text().splitlines()) > 3 for file in files):

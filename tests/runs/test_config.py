@@ -122,7 +122,7 @@ OUT_OF_RANGE = {
     SAMPLING + "num_steps": 0, SAMPLING + "micro_batch": 0, SAMPLING + "eta": 0.0,
     "evaluation/num_prompts": 1, "evaluation/num_steps": 0, "evaluation/micro_batch": 0,
     "evaluation/grid": 0, "evaluation/prompts": {},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("path", "value"), OUT_OF_RANGE.items(), ids=OUT_OF_RANGE)
@@ -266,7 +266,7 @@ def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
     assert text_again == text
     assert vars(again.policy) == vars(run.policy)
     sampling = again.recipe.sampling
-    assert (sampling.eta, sampling.window, again.ema, again.seed) == (0.25, Fixed(0, 3), None, 3)
+    assert (sampling.eta, sampling.sde_window, again.ema, again.seed) == (0.25, Fixed(0, 3), None, 3)
     assert vars(again.recipe.algorithm).keys() == vars(run.recipe.algorithm).keys()
     assert again.recipe.algorithm.surrogate == run.recipe.algorithm.surrogate
     assert again.evaluation == run.evaluation
@@ -300,7 +300,7 @@ def unloadable(monkeypatch):
         (["--policy.path", "assets/prompts-are-no-model"], "assets/prompts-are-no-model"),
         (["--policy.path", "assets/shapes"], "assets/shapes is no StableDiffusion3Pipeline folder"),
         (["--num_stpes", "3"], "did you mean num_steps?"),
-        (["--recipe.sampling.window.stop", "12"], "[0, 12)"),
+        (["--recipe.sampling.sde_window.stop", "12"], "[0, 12)"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
     ],
     ids=["size", "missing folder", "no model", "unknown", "window", "prompts"],
@@ -372,10 +372,10 @@ def test_check_prints_the_plan_without_reading_weights(capsys):
 def test_the_plan_counts_by_hand():
     overrides = [
         "--recipe.prompts_per_step=3", "--recipe.sampling.samples_per_prompt=5",
-        "--recipe.sampling.num_steps=7", "--recipe.sampling.window.stop=4", "--num_steps=11",
+        "--recipe.sampling.num_steps=7", "--recipe.sampling.sde_window.stop=4", "--num_steps=11",
         "--recipe.updates_per_step=2", "--recipe.epochs_per_step=3", "--policy.guidance=3",
         "--recipe.algorithm.kl_coef=0.1",
-    ]  # fmt: skip
+    ]
     rows = plan(load(SHAPES, overrides)[0])
     assert rows["samples per step"] == "15 = 3 prompts x 5"
     # 15 samples, 2 evaluations with guidance; 7 steps sampled, 4 trained three times over.

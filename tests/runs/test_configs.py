@@ -99,7 +99,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
     assert runs["stepwise_flow_grpo"].advantage_scale == "joint"
     assert runs["g2rpo"].credit.strides == [1, 2, 3]
     assert runs["e_grpo"].sampling.merge == 2.2
-    assert runs["mixgrpo"].sampling.window.every == 150
+    assert runs["mixgrpo"].sampling.sde_window.every == 150
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
         (["recipe.sampling.eta=[0.5,0.6]"], r"has 2 levels for 8 steps"),
         (["recipe.sampling.merge=2.2"], r"merge"),
     ],
-)  # fmt: skip
+)
 def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load(str(FOLDER / "shapes.yaml"), overrides)

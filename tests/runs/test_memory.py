@@ -42,7 +42,7 @@ MODEL = ModelPlan(
 def shapes(**sampling):
     """Two prompts of four samples, six steps of which two are trained."""
     run, _ = loaded(CONFIGS / "shapes.yaml")
-    cfg = {"num_steps": 6, "window": Fixed(2, 4), "micro_batch": 3} | sampling
+    cfg = {"num_steps": 6, "sde_window": Fixed(2, 4), "micro_batch": 3} | sampling
     recipe = new_recipe(cfg, prompts_per_step=2, micro_batch=2)
     return replace(run, recipe=recipe, ema=None, evaluation=replace(run.evaluation, micro_batch=2))
 
@@ -104,7 +104,7 @@ def test_completions_kept_in_main_memory_are_on_the_device_while_their_prompts_a
     at_once, samples
 ):
     run = gaining(device="cpu")
-    run = replace(run, recipe=replace(run.recipe, prompts_at_once=at_once))
+    run = replace(run, recipe=replace(run.recipe, rollout_batch_prompts=at_once))
     parts = by_name(memory.rollout(run, MODEL, 1, (2, 3)))
     kept, completing = parts["kept completions"], parts["completing"]
     assert (kept.num_bytes, kept.stage) == (2 * 8 * 40_000_000, "main")
@@ -188,7 +188,7 @@ def test_offloaded_encoders_wait_in_main_memory_and_come_while_prompts_are_encod
 
 
 TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completions", 3, "sampling"),
-         Part("activations", 19, "updating"), Part("states", 1000, "main")]  # fmt: skip
+         Part("activations", 19, "updating"), Part("states", 1000, "main")]
 
 
 def test_sampling_and_updating_take_turns_on_the_device():

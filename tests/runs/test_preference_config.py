@@ -17,12 +17,12 @@ from tests.fixtures.preference import painted
 
 DPO = "configs/preference/shapes/dpo.yaml"
 DATA, RECIPE = "data/init_args/", "recipe/"
-STORED = "flowalign.training.matching.stored.Stored"
+STORED = "flowalign.training.matching.stored.StoredDataset"
 ROLLOUTS = {
     "class_path": "flowalign.training.matching.rollouts.Rollouts",
     "init_args": {"prompts": "assets/shapes/prompts/seen.txt", "prompts_per_step": 3,
                   "samples_per_prompt": 5, "num_steps": 7},
-}  # fmt: skip
+}
 KTO = {"class_path": "flowalign.losses.matching.kto.KTO"}
 
 
@@ -34,7 +34,7 @@ def written(tmp_path):
     def write(changes: dict | None = None) -> str:
         content = yaml.safe_load(Path(DPO).read_text())
         own = {DATA + "path": pairs, DATA + "held_out": shown, DATA + "cache": None,
-               "output_dir": str(tmp_path / "run")}  # fmt: skip
+               "output_dir": str(tmp_path / "run")}
         for path, value in (own | (changes or {})).items():
             *parents, last = path.split("/")
             place = content
@@ -187,9 +187,9 @@ def test_held_out_pairs_that_nobody_evaluates_are_refused(written):
 
 
 def test_a_reference_that_nobody_looks_at_is_refused(written):
-    average = {"class_path": "flowalign.training.matching.references.Average"}
+    average = {"class_path": "flowalign.training.matching.references.EMAReference"}
     changes = {RECIPE + "loss": {"class_path": "flowalign.losses.matching.sft.SFT"},
-               DATA + "kind": "samples", RECIPE + "reference": average}  # fmt: skip
+               DATA + "kind": "samples", RECIPE + "reference": average}
     message = complaint(written(changes))
     assert "recipe.reference Average is not looked at: SFT needs no reference" in message
     load(written(changes | {RECIPE + "kl": 0.5}))
@@ -206,7 +206,7 @@ def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written)
 
 def test_the_plan_counts_pairs_and_both_networks_by_hand(written):
     changes = {DATA + "batch_size": 10, RECIPE + "epochs_per_step": 3,
-               RECIPE + "updates_per_step": 2, "num_steps": 7}  # fmt: skip
+               RECIPE + "updates_per_step": 2, "num_steps": 7}
     rows = plan(load(written(changes))[0])
     assert rows["loss"] == "DPO, reference Base"
     assert rows["pairs per step"] == "10"
@@ -255,7 +255,7 @@ SMALL = {
     "rewards": [], DATA + "batch_size": 4, DATA + "max_dropped_fraction": 0.0, "num_steps": 2,
     "policy/init_args/lora": {"rank": 2, "alpha": 4}, "checkpoints": {"every": 2},
     "evaluation/num_prompts": 4, "evaluation/num_steps": 1, "evaluation/grid": 4,
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -268,7 +268,7 @@ def test_without_any_reward_a_run_trains_evaluates_reports_and_resumes(written, 
     assert set(summary["before"]) == set(summary["after"]) == {
         "diversity", "pairs/implicit_accuracy", "pairs/accuracy_per_draw", "pairs/drift_chosen",
         "pairs/drift_rejected",
-    }  # fmt: skip
+    }
     # Two steps of four pairs: both media through both networks.
     assert summary["network_evaluations"] == 2 * 4 * 2 * 2
     assert Image.open(folder / "samples" / "step-000002.png").size == (4 * 34 + 2, 36)

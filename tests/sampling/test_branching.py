@@ -17,7 +17,7 @@ def eta(*levels: float) -> torch.Tensor:
 def test_a_tree_of_two_splits_by_hand():
     """Splits at 0 and 2 of four steps; step 1 is stochastic without a split, step 3 an ODE step."""
     got = Tree(splits=[2, 0]).seed_layout(4, eta(0.5, 0.6, 0.7, 0.0))
-    assert got.origin.tolist() == [
+    assert got.rows.source_row.tolist() == [
         [0, 0, 0, 0, 0],
         [0, 0, 0, 1, 1],
         [0, 2, 2, 2, 2],
@@ -29,7 +29,7 @@ def test_a_tree_of_two_splits_by_hand():
 def test_a_comb_by_hand():
     """Two children leave at steps 1 and 2 of four; the last sample carries the spine up to 2."""
     got = Comb(children=2).seed_layout(4, eta(0.0, 0.6, 0.7, 0.0))
-    assert got.origin.tolist() == [
+    assert got.rows.source_row.tolist() == [
         [3, 3, 0, 0, 0],
         [3, 3, 1, 1, 1],
         [3, 3, 3, 2, 2],
@@ -40,14 +40,14 @@ def test_a_comb_by_hand():
 
 def test_chains_from_one_noise_share_what_is_before_the_first_noise():
     got = Chain().seed_layout(3, eta(0.0, 0.6, 0.7))
-    assert got.origin.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]]
+    assert got.rows.source_row.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1], [0, 0, 2, 2]]
 
 
 def test_seeds_repeat_the_arrangement():
     got = layout(Chain(), 4, 2, eta(0.3, 0.0))
-    assert got.origin.tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 3, 3]]
+    assert got.rows.source_row.tolist() == [[0, 0, 0], [0, 1, 1], [2, 2, 2], [2, 3, 3]]
     alone = layout(Chain(), 3, 3, eta(0.3, 0.0))
-    assert alone.origin.tolist() == [[0] * 3, [1] * 3, [2] * 3]
+    assert alone.rows.source_row.tolist() == [[0] * 3, [1] * 3, [2] * 3]
 
 
 def test_deeper_splits_are_louder_by_the_growth():
@@ -64,7 +64,7 @@ ARRANGED = st.one_of(
 )
 
 
-def arranged(branching, window, seeds) -> Layout:
+def prepare_for_loss(branching, window, seeds) -> Layout:
     levels = torch.tensor([0.5 if noisy else 0.0 for noisy in window])
     count = sum(window)
     size = {Tree: lambda b: b.children**count, Comb: lambda b: b.children * count}
@@ -79,19 +79,19 @@ def arranged(branching, window, seeds) -> Layout:
     st.integers(1, 3),
 )
 def test_what_every_arrangement_keeps_to(kind, window, seeds):
-    got = arranged(kind[0], window, seeds)
-    rows = torch.arange(len(got.origin))
+    got = prepare_for_loss(kind[0], window, seeds)
+    rows = torch.arange(len(got.rows.source_row))
     for k in range(len(window) + 1):
-        origin = got.origin[:, k]
+        origin = got.rows.source_row[:, k]
         assert torch.equal(origin[origin], origin), "a holder holds its own state"
         if k:
-            earlier = got.origin[:, k - 1]
+            earlier = got.rows.source_row[:, k - 1]
             assert torch.equal(earlier[origin], earlier), "who shares a state shared all before"
             shared = origin != rows
             assert torch.equal(got.eta[shared, k - 1], got.eta[origin[shared], k - 1])
-    assert len(got.origin[:, 0].unique()) == seeds
+    assert len(got.rows.source_row[:, 0].unique()) == seeds
     assert (got.eta.amax(0) > 0).tolist() == window
-    own = (got.origin[:, 1:] == rows[:, None]) & (got.eta > 0)
+    own = (got.rows.source_row[:, 1:] == rows[:, None]) & (got.eta > 0)
     assert own.any(1).all() or kind[1] == "tree", "every sample has a transition of its own"
 
 
@@ -113,8 +113,9 @@ def test_seeds_must_divide_the_samples():
         layout(Chain(), 5, 2, eta(0.5, 0.0))
 
 
-@pytest.mark.parametrize("bad", [lambda: Tree(children=1), lambda: Tree(growth=-1.0),
-                                 lambda: Comb(children=1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad", [lambda: Tree(children=1), lambda: Tree(growth=-1.0), lambda: Comb(children=1)]
+)
 def test_what_is_no_branching_is_refused(bad):
     with pytest.raises(ValueError, match="at least 2"):
         bad()

@@ -113,9 +113,13 @@ def test_the_file_says_what_made_it(tmp_path):
     history = calibrate(cfg(), Gains(), SIGMAS, 0.7, file, IDENTITY)
     content = json.loads(file.read_text())
     assert content["settings"] == {
-        "rule": "damped", "num_samples": 30, "threshold": 0.2, "step": 1.0, "floor": 0.001,
+        "rule": "damped",
+        "num_samples": 30,
+        "threshold": 0.2,
+        "step": 1.0,
+        "floor": 0.001,
         "ceiling": 1.0,
-    }  # fmt: skip
+    }
     assert content["identity"] == {"seed": 3, "model": "m", "window": [0, 3], "eta": 0.7}
     assert content["sigmas"] == [1.0, 0.9, 0.7, 0.3, 0.0]
     assert content["psi"] == history.psi

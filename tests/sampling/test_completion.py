@@ -5,15 +5,15 @@ import pytest
 import torch
 
 from flowalign.credit.gain import Gain
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.completion import complete, take
 from flowalign.sampling.rollout import Sampling, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.rollouts import finished, rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, finished, rollout
 from flowalign.training.reference import unguided
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, Values
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
@@ -37,7 +37,7 @@ def trajectory_of(policy: PixelPolicy, finish=(), steps=range(T - 1), **sampling
 
 
 def one_after_another(policy, trajectory: Trajectory, k: int, how: Completion) -> torch.Tensor:
-    rows = trajectory.holders(k)
+    rows = trajectory.rows.unique_rows(k)
     x, path = trajectory.state(k, rows), how.path(k, T)
     for j, i in pairwise(path):
         cond = take(trajectory.cond, rows // trajectory.group_size)
@@ -73,7 +73,7 @@ def test_tails_that_walk_with_the_rollout_end_where_each_alone_ends(layout, micr
 
 def counted(finish, **layout) -> tuple[int, int]:
     policy, costs, calls = moving_policy(), Costs(), []
-    costs.watch(policy.denoiser)
+    costs.count(policy.denoiser)
     policy.denoiser.register_forward_pre_hook(lambda *_: calls.append(1))
     trajectory_of(policy, finish, micro_batch=1000, **layout)
     return costs.sampling_evaluations, len(calls)
@@ -104,11 +104,17 @@ def test_evaluations_of_a_tree_are_its_nodes():
 
 
 def test_sixteen_leaves_cost_branchgrpos_203_evaluations():
-    recipe = new_recipe({"num_steps": 20, "samples_per_prompt": 16, "window": AllButLast(),
-                         "branching": Tree(splits=[0, 3, 6, 9])})  # fmt: skip
-    blank = recipe.blank(range(19))
+    recipe = new_recipe(
+        {
+            "num_steps": 20,
+            "samples_per_prompt": 16,
+            "sde_window": AllButLast(),
+            "branching": Tree(splits=[0, 3, 6, 9]),
+        }
+    )
+    empty_trajectory = recipe.empty_trajectory(range(19))
     # 1 root; 2 states at points 1-3, 4 at 4-6, 8 at 7-9, 16 at 10-19
-    assert sum(len(blank.holders(k)) for k in range(20)) == 203
+    assert sum(len(empty_trajectory.rows.unique_rows(k)) for k in range(20)) == 203
 
 
 @torch.no_grad()
@@ -146,7 +152,7 @@ class Asking(CreditEstimator):
     def __init__(self, *ks: int):
         self.ks = ks
 
-    def __call__(self, trajectory: Trajectory, values: Values) -> StepCredit:
+    def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         v = torch.cat([values(self.ks), values(self.ks[:1], ONE)], 1)
         size = trajectory.logp.shape
         return StepCredit(
@@ -155,19 +161,19 @@ class Asking(CreditEstimator):
 
 
 def test_the_states_that_a_credit_method_asks_for_are_known_beforehand():
-    recipe = new_recipe({"num_steps": T, "window": Fixed(0, 2)}, credit=Asking(4, 1))
+    recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 2)}, credit=Asking(4, 1))
     assert set(recipe.asked((0, 1))) == {(1, EVERY), (4, EVERY), (4, ONE)}
 
 
 @pytest.mark.parametrize("k", [-1, T + 1])
 def test_a_state_that_is_not_there_is_refused_before_anything_is_sampled(k):
     with pytest.raises(ValueError, match=f"Asking asks for the value of state {k}; .* 0 to {T}"):
-        new_recipe({"num_steps": T, "window": Fixed(0, 2)}, credit=Asking(2, k))
+        new_recipe({"num_steps": T, "sde_window": Fixed(0, 2)}, credit=Asking(2, k))
 
 
 def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget():
     """Network, decoder and rewards, for 12 samples with all states valued and a budget of 5."""
-    recipe = new_recipe({"num_steps": T, "window": AllButLast(), "micro_batch": 5}, credit=Gain())
+    recipe = new_recipe({"num_steps": T, "sde_window": AllButLast(), "micro_batch": 5}, credit=Gain())
     learner, rewards, sizes = new_learner(moving_policy()), new_rewards(), []
     learner.policy.denoiser.register_forward_pre_hook(lambda _, x: sizes.append(len(x[0])))
     decode, score = learner.policy.decode, rewards.models[0].score
@@ -176,7 +182,9 @@ def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget()
     judge(
         recipe,
         learner,
-        state_values(recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)),
+        completion_values(
+            recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)
+        ),
     )
     assert max(sizes) == 5
     assert sum(sizes) == 12 * (T + T * (T - 1) // 2 + 2 * T)
@@ -189,7 +197,7 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
     learner = new_learner(PixelPolicy(), ema=(0.9, 1))
     torch.nn.init.normal_(learner.policy.denoiser[-1].weight)
     how = Completion(weights=weights)
-    recipe = new_recipe({"num_steps": T, "window": Fixed(0, 3)}, credit=Gain(), completion=how)
+    recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 3)}, credit=Gain(), completion=how)
     trajectory = rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)
     assert bool(trajectory.finished) == (weights == "policy")
     got = finished(learner, trajectory, [(1, how)], 100)[1, how]
@@ -202,12 +210,15 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
 def test_tails_without_guidance_cost_half_and_are_those_of_the_unguided_policy():
     guided, plain = new_sd3(guidance=2.5), new_sd3(guidance=1.0)
     learner, how = new_learner(guided), Completion(guidance="off")
-    recipe = new_recipe({"num_steps": 3, "samples_per_prompt": 2, "window": Fixed(0, 2)},
-                        credit=Gain(), completion=how)  # fmt: skip
+    recipe = new_recipe(
+        {"num_steps": 3, "samples_per_prompt": 2, "sde_window": Fixed(0, 2)},
+        credit=Gain(),
+        completion=how,
+    )
     prompts = ["a red circle", "two blue squares"]
     trajectory = rollout(recipe, learner, prompts, 0, 0)
     costs = Costs()
-    costs.watch(guided.denoiser)
+    costs.count(guided.denoiser)
     got = finished(learner, trajectory, [(1, how)], 100)[1, how]
     assert costs.sampling_evaluations == 4 * 2, "two steps, one evaluation each"
     wanted = complete(plain, replace(trajectory, cond=plain.encode(prompts)), [(1, EVERY)], 100)

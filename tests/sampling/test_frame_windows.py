@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.frame_windows import Fixed, Random, clips_of, shared_outside
-from flowalign.sampling.sde_windows import Fixed as Window
-from flowalign.training.policy_gradient.batches import Rollout, minibatches
+from flowalign.sampling.frame_windows import Fixed, Random, frame_windows, shared_outside
+from flowalign.sampling.sde_windows import Fixed as SDEWindow
+from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import rollout
 from flowalign.types import ModelPlan
@@ -50,7 +50,7 @@ class Frames(PixelPolicy):
 
 
 def drawn(clip, policy=None, **sampling):
-    cfg = new_recipe({"num_steps": 4, "samples_per_prompt": 4, "clip": clip} | sampling)
+    cfg = new_recipe({"num_steps": 4, "samples_per_prompt": 4, "frame_window": clip} | sampling)
     learner = new_learner(policy or Frames())
     return cfg, learner, rollout(cfg, learner, TWO, 0, 0)
 
@@ -58,14 +58,14 @@ def drawn(clip, policy=None, **sampling):
 def differing(trajectory, k):
     """Prompt by prompt, the latent frames in which the samples differ at state k."""
     x = trajectory.state(k).unflatten(0, (-1, trajectory.group_size))
-    spread = (x - x[:, :1]).abs().amax((1, 2, 4, 5))
-    return [row.nonzero().flatten().tolist() for row in spread]
+    sibling_noise_scale = (x - x[:, :1]).abs().amax((1, 2, 4, 5))
+    return [row.nonzero().flatten().tolist() for row in sibling_noise_scale]
 
 
 LAYOUTS = {
     "chain": {},
-    "shared": {"seeds_per_prompt": 2, "window": Window(1, 3)},
-    "tree": {"branching": Tree(splits=[0, 2], spread=2.0)},
+    "shared": {"seeds_per_prompt": 2, "sde_window": SDEWindow(1, 3)},
+    "tree": {"branching": Tree(splits=[0, 2], sibling_noise_scale=2.0)},
 }
 
 
@@ -109,7 +109,7 @@ def with_advantages(trajectory, *values):
     """Of the four samples of each prompt, equal at all steps."""
     advantage = torch.tensor(values).repeat(2)[:, None].expand(8, 4).clone()
     mask = trajectory.trained
-    return Rollout(trajectory, advantage, mask, torch.ones(4), mask, 0)
+    return TrainBatch(trajectory, advantage, mask, torch.ones(4), mask, 0)
 
 
 def gradient(cfg, learner, trajectory, *values):
@@ -165,16 +165,16 @@ def test_only_the_weights_of_the_clip_move():
 
 
 def _run(clip):
-    return new_recipe({"clip": clip}), new_learner(Frames(), learning_rate=1e-2, eps=1e-3)
+    return new_recipe({"frame_window": clip}), new_learner(Frames(), learning_rate=1e-2, eps=1e-3)
 
 
 def test_clips_are_refused_for_pictures():
     learner = new_learner()
     with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*set it to null"):
-        rollout(new_recipe({"clip": Fixed(0, 1)}), learner, TWO, 0, 0)
+        rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, TWO, 0, 0)
 
 
 @pytest.mark.parametrize("clip", [Fixed(3, 6), Fixed(2, 2), Fixed(-1, 2), Random(6), Random(0)])
 def test_a_clip_outside_the_latent_frames_is_refused(clip):
     with pytest.raises(ValueError, match=r"sampling.clip \[.*outside the latent frames \[0, 5\)"):
-        clips_of(clip, SHAPE, [generator(0, "clip")])
+        frame_windows(clip, SHAPE, [generator(0, "clip")])

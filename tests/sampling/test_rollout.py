@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import (
     CPS,
     DDIM,
@@ -23,7 +23,7 @@ from flowalign.sampling.rollout import Sampling, Storage, generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import move, new_sd3
@@ -54,7 +54,7 @@ def sd3():
 
 
 def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
-    steps = cfg.window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
+    steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
     return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep_means)
 
 
@@ -110,7 +110,7 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    judged, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    judged, _ = judge(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
         current = batch.transition(learner.policy)
@@ -123,7 +123,7 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
 def test_a_merged_step_jumps_with_the_noise_of_its_whole_length():
     """Flow-SDE from .75: sqrt(.25) and sqrt(.5) of g = .6 sqrt(3) times 4.13 are 2.1 and 3.0."""
     policy = pixel_policy()
-    cfg = Sampling(num_steps=4, samples_per_prompt=2000, eta=0.6, window=Fixed(1, 2))
+    cfg = Sampling(num_steps=4, samples_per_prompt=2000, eta=0.6, sde_window=Fixed(1, 2))
     plain = draw(policy, cfg, prompts=["a"])
     merged = draw(policy, dataclasses.replace(cfg, merge=2.5), prompts=["a"])
     assert merged.sigmas.tolist() == [1, 0.75, 0.25, 0.25, 0]
@@ -151,7 +151,7 @@ def test_a_merged_step_jumps_with_the_noise_of_its_whole_length():
 
 
 def test_merged_steps_are_learned_from():
-    cfg = new_recipe({"window": Fixed(1, 2), "merge": 2.5, "samples_per_prompt": 8})
+    cfg = new_recipe({"sde_window": Fixed(1, 2), "merge": 2.5, "samples_per_prompt": 8})
     metrics = train(cfg, new_learner(learning_rate=3e-2), steps=12)
     assert metrics[-1]["reward/redness"] > metrics[0]["reward/redness"] + 0.2
     assert metrics[0]["check/ratio_drift_1"] < 1e-5
@@ -164,7 +164,7 @@ def test_more_than_one_step_is_not_merged():
 
 def test_kept_means_are_the_means_of_the_trained_steps_only():
     policy = pixel_policy()
-    cfg = Sampling(num_steps=5, samples_per_prompt=2, window=Fixed(1, 3))
+    cfg = Sampling(num_steps=5, samples_per_prompt=2, sde_window=Fixed(1, 3))
     trajectory = draw(policy, cfg, keep_means=True)
     assert sorted(trajectory.means) == [1, 2]
     for k, mean in trajectory.means.items():
@@ -176,7 +176,7 @@ def test_kept_means_are_the_means_of_the_trained_steps_only():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
 def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kernel):
     policy = pixel_policy()
-    cfg = Sampling(num_steps=6, samples_per_prompt=2, kernel=kernel, eta=0.6, window=Fixed(2, 4))
+    cfg = Sampling(num_steps=6, samples_per_prompt=2, kernel=kernel, eta=0.6, sde_window=Fixed(2, 4))
     trajectory = draw(policy, cfg)
     rows = torch.arange(6) // 2
     inside = torch.zeros(6, dtype=torch.bool)
@@ -220,7 +220,7 @@ def test_what_a_prompt_draws_does_not_depend_on_who_is_sampled_with_it(noise):
 
 def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
     policy = pixel_policy()
-    cfg = Sampling(num_steps=3, samples_per_prompt=2, window=AllButLast())
+    cfg = Sampling(num_steps=3, samples_per_prompt=2, sde_window=AllButLast())
     trajectory = draw(policy, cfg)
     assert trajectory.prompts == ["a", "a", "ccc", "ccc", "bb", "bb"]
     assert trajectory.cond["length"].flatten().tolist() == [1, 3, 2]
@@ -300,7 +300,7 @@ def test_network_evaluations_are_those_worked_out_by_hand(kl):
     micro-batch of 4 with its reference.
     """
     cfg = new_recipe(
-        {"num_steps": 5, "window": Fixed(1, 3)},
+        {"num_steps": 5, "sde_window": Fixed(1, 3)},
         epochs_per_step=3,
         updates_per_step=2,
         micro_batch=4,
@@ -308,7 +308,7 @@ def test_network_evaluations_are_those_worked_out_by_hand(kl):
     )
     costs = Costs()
     policy = PixelPolicy()
-    costs.watch(policy.denoiser)
+    costs.count(policy.denoiser)
     learner = new_learner(policy)
     rewards = new_rewards()
     rewards.costs = costs
@@ -325,7 +325,7 @@ def test_guidance_costs_two_evaluations_a_sample():
     for guidance in (1.0, 3.0):
         policy = new_sd3(guidance=guidance)
         spent = Costs()
-        spent.watch(policy.denoiser)
+        spent.count(policy.denoiser)
         draw(policy, Sampling(num_steps=3, samples_per_prompt=2, micro_batch=4))
         costs.append(spent.sampling_evaluations)
     assert costs == [6 * 3, 6 * 3 * 2]
@@ -333,8 +333,8 @@ def test_guidance_costs_two_evaluations_a_sample():
 
 def test_uncounted_work_leaves_no_trace():
     policy, costs = pixel_policy(), Costs(decodes=3)
-    costs.watch(policy.denoiser)
-    with costs.uncounted():
+    costs.count(policy.denoiser)
+    with costs.paused():
         generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
         costs.decodes += 9
     assert costs == Costs(decodes=3)
@@ -344,8 +344,13 @@ def test_uncounted_work_leaves_no_trace():
 
 def test_siblings_share_a_part_of_their_noise_and_each_alone_is_standard_normal():
     """Spread 2: correlation 1 / (1 + 4) between the two children of a split."""
-    cfg = Sampling(num_steps=2, samples_per_prompt=2, eta=1.0, window=Fixed(0, 1),
-                   branching=Tree(spread=2.0))  # fmt: skip
+    cfg = Sampling(
+        num_steps=2,
+        samples_per_prompt=2,
+        eta=1.0,
+        sde_window=Fixed(0, 1),
+        branching=Tree(sibling_noise_scale=2.0),
+    )
     policy = pixel_policy()
     trajectory = sample(policy, ["a"] * 400, cfg, (0,), seeds(400))
     x = stacked(trajectory)

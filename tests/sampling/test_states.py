@@ -8,7 +8,7 @@ import torch
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.credit.redistribute import Redistribute
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
@@ -17,8 +17,8 @@ from flowalign.sampling.rollout import Storage, joined
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.rollouts import explore, rollout, state_values
+from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
+from flowalign.training.policy_gradient.settings import Settings
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
@@ -36,7 +36,7 @@ def moving_learner(**optimizer):
     return new_learner(policy, learning_rate=3e-2, **optimizer)
 
 
-def everything(cfg: Online, steps) -> range:
+def everything(cfg: Settings, steps) -> range:
     return range(cfg.sampling.num_steps + 1)
 
 
@@ -44,23 +44,24 @@ def num_bytes(trajectory) -> int:
     return sum(state.nbytes for state in trajectory.states.values())
 
 
-SIX = {"num_steps": 6, "samples_per_prompt": 4, "window": Fixed(2, 4)}
+SIX = {"num_steps": 6, "samples_per_prompt": 4, "sde_window": Fixed(2, 4)}
 TREE = {"samples_per_prompt": 4, "branching": Tree(splits=[2, 3])}
 KEPT = {
     "window": (new_recipe(SIX), [2, 3, 4, 6]),
-    "last": (new_recipe(SIX | {"window": Fixed(5, 6)}), [5, 6]),
-    "all_but_last": (new_recipe(SIX | {"window": AllButLast()}), [0, 1, 2, 3, 4, 5, 6]),
+    "last": (new_recipe(SIX | {"sde_window": Fixed(5, 6)}), [5, 6]),
+    "all_but_last": (new_recipe(SIX | {"sde_window": AllButLast()}), [0, 1, 2, 3, 4, 5, 6]),
     "completed_on_the_way": (new_recipe(SIX, credit=Gain()), [2, 3, 4, 6]),
     "completed_after": (
-        new_recipe(SIX | {"window": Fixed(2, 5)}, credit=Gain(), completion=ONE_STEP),
+        new_recipe(SIX | {"sde_window": Fixed(2, 5)}, credit=Gain(), completion=ONE_STEP),
         [2, 3, 4, 5, 6],
     ),
     "read_by_credit": (
-        new_recipe(SIX, credit=Redistribute(), advantage_scale="given"), [2, 3, 4, 6]
+        new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
+        [2, 3, 4, 6],
     ),
     "read_for_chunks": (new_recipe(SIX, algorithm=LATENT_CHANGE), [0, 1, 2, 3, 4, 5, 6]),
     "tree": (new_recipe(SIX | TREE, credit=Branch()), [2, 3, 4, 6]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("cfg", "kept"), KEPT.values(), ids=KEPT)
@@ -68,7 +69,7 @@ def test_kept_are_states_of_the_window_the_last_and_what_credit_and_chunks_read(
     trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
     assert sorted(trajectory.states) == kept
     for k, state in trajectory.states.items():
-        assert len(state) == len(trajectory.holders(k)), "one row for each state that differs"
+        assert len(state) == len(trajectory.rows.unique_rows(k)), "one row for each state that differs"
 
 
 def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajectory():
@@ -96,7 +97,7 @@ SHORT = {
     "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
     "tree": lambda: new_recipe(SIX | TREE, credit=Branch()),
     "comb": lambda: new_recipe(SIX | {"branching": Comb(children=2)}, credit=Branch()),
-    "lots": lambda: new_recipe(SIX, prompts_at_once=2),
+    "lots": lambda: new_recipe(SIX, rollout_batch_prompts=2),
     "bfloat16": lambda: new_recipe(SIX | {"states": Storage(dtype="bfloat16")}),
 }
 
@@ -105,7 +106,7 @@ SHORT = {
 def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(cfg, monkeypatch):
     cfg, sizes, runs = cfg(), [], []
     for keep in (Online.kept, everything):
-        monkeypatch.setattr(Online, "kept", keep)
+        monkeypatch.setattr(Settings, "kept", keep)
         learner = moving_learner()
         sizes.append(num_bytes(rollout(cfg, learner, THREE, 0, 0)))
         metrics = [
@@ -127,10 +128,10 @@ def test_the_bytes_of_a_rollout_by_hand():
 
 LAYOUTS = {
     "chain": {},
-    "window": {"window": Fixed(1, 3)},
+    "sde_window": {"sde_window": Fixed(1, 3)},
     "shared": {"seeds_per_prompt": 2},
-    "tree": {"branching": Tree(splits=[0, 2], spread=2.0)},
-    "comb": {"branching": Comb(children=2), "window": Fixed(1, 3)},
+    "tree": {"branching": Tree(splits=[0, 2], sibling_noise_scale=2.0)},
+    "comb": {"branching": Comb(children=2), "sde_window": Fixed(1, 3)},
 }
 
 
@@ -144,7 +145,7 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    judged, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    judged, _ = judge(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     batches = list(minibatches(judged, torch.arange(12), 7))
     assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
     for batch in batches:
@@ -180,8 +181,8 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
 
 
 def test_explored_lots_leave_no_state_beside_that_of_the_whole():
-    cfg, learner = new_recipe(SIX, prompts_at_once=1), moving_learner()
-    values = explore(cfg, learner, new_rewards(), THREE, 0, 0)
+    cfg, learner = new_recipe(SIX, rollout_batch_prompts=1), moving_learner()
+    values = collect_rollouts(cfg, learner, new_rewards(), THREE, 0, 0)
     assert len(values.parts) == 3
     assert [num_bytes(part.trajectory) for part in values.parts] == [0, 0, 0]
     assert num_bytes(values.trajectory) == num_bytes(rollout(cfg, learner, THREE, 0, 0))
@@ -205,5 +206,7 @@ def test_joined_trajectories_find_their_own_states():
     both = joined([replace(t, states=dict(t.states)) for t in (first, second)])
     for k in (2, 3, 4, 6):
         assert torch.equal(both.state(k), torch.cat([first.state(k), second.state(k)]))
-        assert torch.equal(both.state(k, torch.tensor([6, 1])),
-                           torch.stack([second.state(k)[2], first.state(k)[1]]))  # fmt: skip
+        assert torch.equal(
+            both.state(k, torch.tensor([6, 1])),
+            torch.stack([second.state(k)[2], first.state(k)[1]]),
+        )

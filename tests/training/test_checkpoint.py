@@ -57,17 +57,25 @@ def new_run(folder: Path, **changes) -> Run:
     prompts = folder.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     defaults = {
-        "policy": PixelPolicy(), "rewards": [Redness()], "reward_weights": {"redness": 1.0},
-        "prompts": str(prompts), "num_steps": 5, "output_dir": str(folder), "threads": 1, "seed": 4,
-        "recipe": new_recipe({"window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5),
+        "policy": PixelPolicy(),
+        "rewards": [Redness()],
+        "reward_weights": {"redness": 1.0},
+        "prompts": str(prompts),
+        "num_steps": 5,
+        "output_dir": str(folder),
+        "threads": 1,
+        "seed": 4,
+        "recipe": new_recipe({"sde_window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5),
         "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
-        "ema": Ema(decay=0.6, every=2), "checkpoints": Checkpoints(every=1), "device": "cpu",
-    }  # fmt: skip
+        "ema": Ema(decay=0.6, every=2),
+        "checkpoints": Checkpoints(every=1),
+        "device": "cpu",
+    }
     return Run(**defaults | changes)
 
 
 def go(run: Run, resume: Path | None = None) -> dict:
-    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume), resume)
+    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume))
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -319,8 +327,13 @@ SMALL = {
     "policy": {
         "class_path": "pipelines.sd3.SD3",
         "init_args": {
-            "path": "assets/shapes/sd3", "height": 32, "width": 32, "guidance": 1.0,
-            "precision": "fp32", "max_sequence_length": 1, "lora": {"rank": 2, "alpha": 3},
+            "path": "assets/shapes/sd3",
+            "height": 32,
+            "width": 32,
+            "guidance": 1.0,
+            "precision": "fp32",
+            "max_sequence_length": 1,
+            "lora": {"rank": 2, "alpha": 3},
         },
     },
     "rewards": [{"class_path": "reward_models.shapes.ShapesVerifier"}],
@@ -328,13 +341,15 @@ SMALL = {
     "prompts": "assets/shapes/prompts/train.txt",
     "num_steps": 8,
     "recipe": {
-        "prompts_per_step": 2, "micro_batch": 8, "on_failed_check": "warn",
+        "prompts_per_step": 2,
+        "micro_batch": 8,
+        "on_failed_check": "warn",
         "sampling": {"num_steps": 3, "samples_per_prompt": 4, "micro_batch": 8},
     },
     "checkpoints": {"every": 1},
     "device": "cpu",
     "threads": 1,
-}  # fmt: skip
+}
 
 
 def _start(folder: Path, *options: str) -> subprocess.Popen:
@@ -343,9 +358,12 @@ def _start(folder: Path, *options: str) -> subprocess.Popen:
     file.write_text(yaml.safe_dump(SMALL))
     command = [sys.executable, "-m", "flowalign", "train", str(file), "--output_dir", str(folder)]
     return subprocess.Popen(
-        [*command, *options], env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        [*command, *options],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def _wait_for(path: Path, process: subprocess.Popen) -> None:
@@ -392,22 +410,22 @@ def test_ctrl_c_saves_after_the_step_in_progress_and_exits_130(tmp_path):
 
 
 def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_the_same_step(tmp_path, monkeypatch):
-    aside, final = tmp_path / ".step-000004.tmp", tmp_path / "step-000004"
-    for folder, text in ((aside, "new"), (final, "old")):
+    partial, final = tmp_path / ".step-000004.tmp", tmp_path / "step-000004"
+    for folder, text in ((partial, "new"), (final, "old")):
         folder.mkdir()
         (folder / "what").write_text(text)
     rename = os.replace
 
     def refuse(source, target):
-        if source == aside:
+        if source == partial:
             raise OSError(errno.EIO, "input/output error")
         rename(source, target)
 
     monkeypatch.setattr(checkpoint.os, "replace", refuse)
     with pytest.raises(OSError, match="input/output"):
-        checkpoint._put_in_place(aside, final)
+        checkpoint._put_in_place(partial, final)
     assert (final / "what").read_text() == "old"
     monkeypatch.undo()
-    checkpoint._put_in_place(aside, final)
+    checkpoint._put_in_place(partial, final)
     assert (final / "what").read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["step-000004"]

@@ -16,10 +16,16 @@ pytestmark = pytest.mark.slow
 
 def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
     overrides = [
-        "num_steps=3", "recipe.prompts_per_step=3", "recipe.sampling.samples_per_prompt=6",
-        "recipe.sampling.micro_batch=64", "recipe.micro_batch=64", "evaluation.num_prompts=4",
-        "optimizer.eps=1.0e-3", "optimizer.learning_rate=1.0e-2", f"output_dir={folder}",
-    ]  # fmt: skip
+        "num_steps=3",
+        "recipe.prompts_per_step=3",
+        "recipe.sampling.samples_per_prompt=6",
+        "recipe.sampling.micro_batch=64",
+        "recipe.micro_batch=64",
+        "evaluation.num_prompts=4",
+        "optimizer.eps=1.0e-3",
+        "optimizer.learning_rate=1.0e-2",
+        f"output_dir={folder}",
+    ]
     _, text = load("configs/shapes.yaml", overrides)
     config = folder.with_suffix(".yaml")
     config.write_text(text)

@@ -7,9 +7,14 @@ from rich.console import Console
 from flowalign.utils.console import Progress, describe, duration, table
 
 METRICS = {
-    "reward_mean": 0.41234, "ratio_mean": 1.0001, "ratio_std": 2.14e-5, "clip_frac_high": 0.08,
-    "clip_frac_low": 0.05, "kl": 0.0123, "throughput": 3.26,
-}  # fmt: skip
+    "reward_mean": 0.41234,
+    "ratio_mean": 1.0001,
+    "ratio_std": 2.14e-5,
+    "clip_frac_high": 0.08,
+    "clip_frac_low": 0.05,
+    "kl": 0.0123,
+    "throughput": 3.26,
+}
 
 
 class Clock:
@@ -73,8 +78,10 @@ def test_the_last_step_is_printed_before_what_follows_it():
             progress.update(step, {})
         progress.note("evaluating")
     assert [line.split("  ")[0] for line in printed(screen).splitlines()] == [
-        "step 1/2", "step 2/2", "evaluating",
-    ]  # fmt: skip
+        "step 1/2",
+        "step 2/2",
+        "evaluating",
+    ]
 
 
 def test_an_interrupted_run_prints_the_step_it_reached():

@@ -24,9 +24,13 @@ def test_a_failure_is_named_its_output_is_kept_and_the_others_go_on(tmp_path):
     assert run_all(jobs, 1, said.append) == [jobs[1]]
     assert [jobs[i].log.read_text().strip() for i in range(3)] == ["fine", "broken", "fine too"]
     assert [line.split()[:2] for line in said] == [
-        ["started", "a,"], ["finished", "a"], ["started", "b,"], ["failed", "b"],
-        ["started", "c,"], ["finished", "c"],
-    ]  # fmt: skip
+        ["started", "a,"],
+        ["finished", "a"],
+        ["started", "b,"],
+        ["failed", "b"],
+        ["started", "c,"],
+        ["finished", "c"],
+    ]
     assert str(jobs[1].log) in said[3]
 
 
@@ -69,9 +73,12 @@ except KeyboardInterrupt:
 
 def stopped_by(number: int, folder: Path, *, group: bool) -> str:
     process = subprocess.Popen(
-        [sys.executable, "-c", STOPPED, str(folder)], stdout=subprocess.PIPE, text=True,
-        process_group=0, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+        [sys.executable, "-c", STOPPED, str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     while not ((folder / "a.up").exists() and (folder / "b.up").exists()):
         assert process.poll() is None
         time.sleep(0.01)

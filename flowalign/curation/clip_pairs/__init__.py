@@ -1,1 +1,1 @@
-"""Pairs to train on that are made of real clips, by noising and denoising them."""
+"""Makes pairs to train on from real clips, by noising and denoising them."""

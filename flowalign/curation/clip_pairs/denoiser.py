@@ -1,4 +1,4 @@
-"""What makers of pairs work with: a loaded policy that noises and denoises clips, and rewards."""
+"""Noises and denoises clips with a loaded policy, and scores them, for the pair generators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,49 +18,49 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True)
 class Clips:
-    """Real clips as the policy sees them."""
+    """Holds real clips in the policy's latent space."""
 
     latents: Float[Tensor, "n C F H W"]
     prompts: Sequence[str]
     numbers: Sequence[int]
-    """Their places in the dataset: what is drawn for a clip depends on nothing else."""
+    """Their indices in the dataset: with the seed, they alone decide what is drawn for a clip."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What rewards say of some clips."""
+    """Holds the rewards of some clips."""
 
     total: Float[Tensor, "n"]
-    """Weighted sum; NaN where a weighted dimension is unknown."""
+    """Weighted sum of the dimensions; NaN if a weighted one could not be scored."""
     by_dimension: Mapping[str, Float[Tensor, "n"]]
-    """Of the weighted ones."""
+    """Scores of each dimension with a weight."""
     reasons: Mapping[int, str]
-    """Why a total is unknown."""
+    """Maps the index of a clip without a total to the reason."""
 
 
 @dataclass(frozen=True)
-class Workshop:
-    """A policy and rewards that are loaded, and how clips are denoised."""
+class ClipRegenerator:
+    """Noises and denoises clips with a loaded policy, and scores them with loaded rewards."""
 
     policy: Policy
     rewards: Rewards
     num_steps: int
-    """Of the sampler, from pure noise."""
+    """Steps of the sampler from pure noise."""
     seed: int
     micro_batch: int
     """Clips per network call and decode."""
 
     @cached_property
     def encoder(self) -> str:
-        """What identifies the policy's encoder; to find it, weights are read."""
+        """Identifier of the policy's media encoder; weights are read to find it."""
         return self.policy.encoders()[0]
 
     def draws(self, purpose: str, clips: Clips) -> list[torch.Generator]:
-        """A generator for each clip."""
+        """Return a random generator for each clip: a function of seed, purpose and clip."""
         return [generator(self.seed, f"clip {purpose}", number) for number in clips.numbers]
 
     def noise(self, purpose: str, clips: Clips) -> Float[Tensor, "n C F H W"]:
-        """Of size 1, whatever the policy's first sigma."""
+        """Draw standard normal noise for each clip, whatever the policy's first sigma."""
         shape = clips.latents.shape[1:]
         drawn = [torch.randn(shape, generator=g) for g in self.draws(purpose, clips)]
         return torch.stack(drawn).to(clips.latents)
@@ -73,10 +73,10 @@ class Workshop:
         starts: Int[Tensor, "n"],
         mask: Float[Tensor, "n 1 F H W"] | None = None,
     ) -> Float[Tensor, "n C F H W"]:
-        """Clips noised to the level of step `starts`, and denoised from there by the policy's ODE.
+        """Noise clips to the level of step `starts`, and denoise them from there by the ODE.
 
-        With a mask only what is within changes, see `restored`; a row enters the loop where its
-        own start is, so that rows of different levels share network calls.
+        With a mask, only places inside it change, see `restored`. A clip joins the loop at its own
+        start, so that clips of different noise levels share network calls.
         """
         policy, clean = self.policy, clips.latents
         sigmas = policy.schedule(self.num_steps)
@@ -94,12 +94,12 @@ class Workshop:
         return x
 
     def decoded(self, latents: Float[Tensor, "n C F H W"]) -> Float[Tensor, "n T 3 h w"]:
-        """Frames in [0, 1], on the CPU."""
+        """Decode latents to frames in [0, 1], on the CPU."""
         self.rewards.costs.decodes += len(latents)
         return torch.cat([self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)])
 
     def scores(self, media: Float[Tensor, "n T 3 h w"], prompts: Sequence[str]) -> Scores:
-        """Of clips of one length, by the rewards and their weights."""
+        """Score clips of one length by the rewards and their weights."""
         output = self.rewards.score(self.rewards.batch(media, prompts, fps=self.policy.fps))
         weights, unknown = self.rewards.weights, ~self.rewards.usable(output.valid)
         weighted = weights != 0

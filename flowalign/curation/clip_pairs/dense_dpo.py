@@ -1,4 +1,4 @@
-"""DenseDPO: a real clip, noised and denoised twice, and which copy is better in each segment.
+"""Generates DenseDPO pairs: a clip noised and denoised twice, labelled segment by segment.
 
 Both copies keep the clip's motion and differ in details, so that a label need not be about a whole
 clip and a still clip cannot win by being still.
@@ -14,8 +14,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Scores, Workshop
-from flowalign.curation.clip_pairs.method import Dropped, Made, Method, Results, Side
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips, Scores
+from flowalign.curation.clip_pairs.method import ClipPair, Dropped, Method, Results, Side
 from flowalign.functional.corruption import step_at_level
 from flowalign.functional.segments import Span, frames_of, preferred, spans, temporal_stride
 from flowalign.rewards.composite import Rewards
@@ -23,20 +23,20 @@ from flowalign.rewards.composite import Rewards
 
 @dataclass(frozen=True, kw_only=True)
 class DensePairs(Method):
-    """Two copies from one noise level, labelled segment by segment by the rewards' weighted sum."""
+    """Makes two copies from one noise level; the rewards' weighted sum labels their segments."""
 
     level: tuple[float, float] = (0.65, 0.8)
-    """Of the noise: each clip's is drawn between these and moved to the sampler's nearest. Copies
-    of different levels would teach the level."""
+    """Range of the starting sigma, drawn per clip and snapped to the sampler grid. Both copies
+    share it, so the loss cannot learn the noise level."""
     seconds: float = 1.0
-    """About how long a segment is."""
+    """Approximate length of a segment, in seconds."""
     margin: float = 0.0
-    """A difference of scores up to this is a tie."""
+    """Largest difference of scores that still is a tie."""
     min_decided: float = 0.2
-    """Pairs are kept of which a larger share of segments than this has a preference."""
+    """A pair is kept if more than this share of its segments, in [0, 1), has a preference."""
 
     def __post_init__(self) -> None:
-        """Refuse what labels nothing."""
+        """Refuse numbers that label no segment."""
         low, high = self.level
         if not 0 < low <= high < 1:
             raise ValueError(f"method.level is {self.level}; it must rise within (0, 1)")
@@ -49,26 +49,26 @@ class DensePairs(Method):
 
     @override
     def check(self, rewards: Rewards) -> None:
-        """Some reward must decide."""
         rewards.check_weights()
 
     @override
-    def make(self, workshop: Workshop, clips: Clips) -> Results:
-        """Copies a of all clips and copies b go through the network together."""
-        levels, starts = self._levels(workshop, clips)
-        noise = [workshop.noise(f"noise {side}", clips) for side in "ab"]
+    def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
+        levels, starts = self._levels(regenerator, clips)
+        noise = [regenerator.noise(f"noise {side}", clips) for side in "ab"]
         twice = replace(
             clips, latents=clips.latents.repeat(2, 1, 1, 1, 1), prompts=[*clips.prompts] * 2
         )
-        latents = workshop.regenerated(twice, torch.cat(noise), starts.repeat(2))
-        media = workshop.decoded(latents)
-        parts = self._parts(workshop, media.shape[1], latents.shape[2])
-        scores = [workshop.scores(media[:, slice(*frames)], twice.prompts) for _, frames in parts]
+        latents = regenerator.regenerated(twice, torch.cat(noise), starts.repeat(2))
+        media = regenerator.decoded(latents)
+        parts = self._parts(regenerator, media.shape[1], latents.shape[2])
+        scores = [
+            regenerator.scores(media[:, slice(*frames)], twice.prompts) for _, frames in parts
+        ]
         a, b = torch.stack([part.total for part in scores], 1).chunk(2)
         labels, n = preferred(a, b, self.margin), len(clips.numbers)
         return [
             self._problem(scores, {"a": i, "b": n + i}, labels[i])
-            or Made(
+            or ClipPair(
                 {"a": Side(latents[i], media[i]), "b": Side(latents[n + i], media[n + i])},
                 {"segments": _segments([span for span, _ in parts], labels[i])}
                 | _columns(scores, {"a": i, "b": n + i})
@@ -77,16 +77,18 @@ class DensePairs(Method):
             for i in range(n)
         ]
 
-    def _levels(self, workshop: Workshop, clips: Clips) -> tuple[list[float], Tensor]:
-        """Noise level and first step of every clip."""
-        sigmas, (low, high) = workshop.policy.schedule(workshop.num_steps).cpu(), self.level
-        draws = [float(torch.rand((), generator=g)) for g in workshop.draws("level", clips)]
+    def _levels(self, regenerator: ClipRegenerator, clips: Clips) -> tuple[list[float], Tensor]:
+        """Draw the noise level and first step of every clip."""
+        sigmas, (low, high) = regenerator.policy.schedule(regenerator.num_steps).cpu(), self.level
+        draws = [float(torch.rand((), generator=g)) for g in regenerator.draws("level", clips)]
         starts = torch.tensor([step_at_level(sigmas, low + (high - low) * u) for u in draws])
         return sigmas[starts].tolist(), starts
 
-    def _parts(self, workshop: Workshop, num_frames: int, latent: int) -> list[tuple[Span, Span]]:
-        """Segments in latent frames, and the same in frames."""
-        stride, fps = temporal_stride(num_frames, latent), workshop.policy.fps
+    def _parts(
+        self, regenerator: ClipRegenerator, num_frames: int, latent: int
+    ) -> list[tuple[Span, Span]]:
+        """Cut a clip into segments; returns each as a span of latent frames and one of frames."""
+        stride, fps = temporal_stride(num_frames, latent), regenerator.policy.fps
         assert fps is not None, "a policy of pictures was let in"
         cut = spans(latent, self.seconds * fps / stride)
         return [(span, frames_of(span, stride)) for span in cut]
@@ -94,19 +96,19 @@ class DensePairs(Method):
     def _problem(
         self, scores: Sequence[Scores], rows: Mapping[str, int], labels: Float[Tensor, "C"]
     ) -> Dropped | None:
-        """Why two copies are no pair."""
+        """Return why two copies are no pair, or None if they are one."""
         for c, part in enumerate(scores):
             for side, row in rows.items():
                 if row in part.reasons:
                     return Dropped(f"no valid score: segment {c} of {side}: {part.reasons[row]}")
         decided = int(labels.count_nonzero()) / len(labels)  # exact, where a float32 mean is not
         if decided <= self.min_decided:
-            return Dropped(f"too few segments with a preference: {decided:.0%}", ordinary=True)
+            return Dropped(f"too few segments with a preference: {decided:.0%}", expected=True)
         return None
 
 
 def _segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str, int]]:
-    """As the reader takes them; 1: a is better."""
+    """Format segments for the reader; label 1: copy a is better."""
     return [
         {"start": start, "stop": stop, "label": int(label)}
         for (start, stop), label in zip(cut, labels.tolist(), strict=True)
@@ -114,7 +116,7 @@ def _segments(cut: Sequence[Span], labels: Float[Tensor, "C"]) -> list[dict[str,
 
 
 def _columns(scores: Sequence[Scores], rows: Mapping[str, int]) -> dict[str, Any]:
-    """Scores of both copies as a whole: means over their segments."""
+    """Return the scores of both whole copies: means over their segments."""
     found: dict[str, Any] = {}
     for side, row in rows.items():
         found[f"score_{side}"] = _mean([part.total[row] for part in scores])

@@ -1,12 +1,13 @@
-"""From a dataset of clips to a folder of pairs that training reads.
+"""Makes a folder of pairs that training reads from a dataset of clips.
 
-    train.jsonl, held_out.jsonl   rows as the reader of the method's data takes them
+    train.jsonl, held_out.jsonl   rows as the reader of the method's data expects them
     latents/  clips/  masks/      both sides of every pair, as trained on and as seen
     parts/                        what became of each batch of clips; one that is there is done
     clip_pairs.json               what decided all this
     summary.json                  pairs, what was dropped and why, costs
 
-Files are written aside and renamed; a batch is made whole: where a kill fell changes no bit.
+Files are written aside and renamed, and a batch is made as a whole, so that an interrupted job that
+is run again gives the same bits.
 """
 
 import hashlib
@@ -21,27 +22,27 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Workshop
-from flowalign.curation.clip_pairs.method import Made
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
+from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.curation.clip_pairs.run import ClipPairs
 from flowalign.data.latents.latent_files import save_latent
-from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.dropped import DropReport
 from flowalign.data.readers import Dataset
 from flowalign.media.decode import MediaProblem, decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
-from flowalign.utils.files import aside, write_text
+from flowalign.utils.files import atomic_write, write_text
 
 TRAIN, HELD_OUT, SUMMARY = "train.jsonl", "held_out.jsonl", "summary.json"
 MANIFEST = "clip_pairs.json"
 FOLDERS = ("latents", "clips", "masks", "parts")
 Drop = Sequence[str]
-"""Why a clip gives no pair, and where it is."""
+"""Problem of a clip that gives no pair, and its place in the dataset."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A real clip, where it was found."""
+    """Names a real clip of the dataset, with its prompt and its place."""
 
     number: int
     where: str
@@ -52,60 +53,71 @@ class Source:
 
 @dataclass
 class Outcome:
-    """What became of some clips."""
+    """Records the pairs made of some clips, the clips without one, and the costs."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    faults: list[Drop] = field(default_factory=list)
-    """Clips that could not be used."""
+    errors: list[Drop] = field(default_factory=list)
+    """Clips that could not be used; `faults` in the files of `parts`."""
     expected: list[Drop] = field(default_factory=list)
-    """Pairs that the method leaves out by design."""
+    """Clips whose pairs the method leaves out by design."""
     costs: dict[str, float] = field(default_factory=dict)
     """Network evaluations, decodes, reward calls and seconds."""
 
     @staticmethod
     def joined(parts: Sequence["Outcome"]) -> "Outcome":
-        """Of all parts together."""
+        """Join the outcomes of all parts."""
         costs = {name: sum(part.costs[name] for part in parts) for name in parts[0].costs}
         return Outcome(
             [row for part in parts for row in part.rows],
-            [drop for part in parts for drop in part.faults],
-            [drop for part in parts for drop in part.expected], costs,
-        )  # fmt: skip
+            [drop for part in parts for drop in part.errors],
+            [drop for part in parts for drop in part.expected],
+            costs,
+        )
 
-    def tally(self) -> Tally:
-        """What was dropped, by kind."""
-        found = Tally()
-        for problem, where in (*self.faults, *self.expected):
-            found.add(problem, where)
-        return found
+    def save(self, path: Path) -> None:
+        """Write the outcome as JSON."""
+        fields = {"rows": self.rows, "faults": self.errors, "expected": self.expected}
+        write_text(path, json.dumps(fields | {"costs": self.costs}))
+
+    @staticmethod
+    def read(path: Path) -> "Outcome":
+        """Read an outcome that `save` wrote."""
+        fields = json.loads(path.read_text())
+        return Outcome(fields["rows"], fields["faults"], fields["expected"], fields["costs"])
+
+    def drop_report(self) -> DropReport:
+        """Count what was dropped, by the kind of problem."""
+        report = DropReport()
+        for problem, where in (*self.errors, *self.expected):
+            report.add(problem, where)
+        return report
 
 
 def run(
     cfg: ClipPairs, dataset: Dataset, shard: tuple[int, int], watch: Callable[[int], None]
 ) -> int:
-    """Make the missing batches of this shard; how many batches the dataset has.
+    """Make the missing batches of this shard; returns how many batches the dataset has.
 
-    Weights are read when the first one is missing. `watch` is told how many clips are done.
+    Weights are read once a batch is missing. `watch` is called with the number of clips done.
     """
-    folder, workshop, number = Path(cfg.output_dir), None, -1
+    folder, regenerator, number = Path(cfg.output_dir), None, -1
     for name in FOLDERS:
         (folder / name).mkdir(parents=True, exist_ok=True)
     for number, batch in enumerate(_batches(sources(dataset, cfg.limit), cfg.batch_size)):
         if number % shard[1] == shard[0] and not _part(folder, number).exists():
-            workshop = workshop or cfg.workshop()
-            outcome = _made(cfg, workshop, folder, batch)
-            write_text(_part(folder, number), json.dumps(asdict(outcome)))
+            regenerator = regenerator or cfg.regenerator()
+            _make_pairs(cfg, regenerator, folder, batch).save(_part(folder, number))
             watch(batch[-1].number + 1)
     return number + 1
 
 
 def finish(cfg: ClipPairs, num_batches: int) -> Outcome | None:
-    """Write the lists and the summary if all parts are there; None if a shard is not done."""
+    """Write the lists and the summary if all parts exist; returns None if a shard is not done."""
     folder = Path(cfg.output_dir)
     parts = [_part(folder, number) for number in range(num_batches)]
     if not all(part.exists() for part in parts):
         return None
-    found = Outcome.joined([Outcome(**json.loads(part.read_text())) for part in parts])
+    found = Outcome.joined([Outcome.read(part) for part in parts])
     train, held_out = [], []
     for row in found.rows:
         held = _is_held_out(row["prompt"], cfg.held_out, cfg.seed)
@@ -116,15 +128,19 @@ def finish(cfg: ClipPairs, num_batches: int) -> Outcome | None:
         else:
             (folder / name).unlink(missing_ok=True)
     summary = {
-        "pairs": len(found.rows), "train": len(train), "held_out": len(held_out),
-        "faults": len(found.faults), "dropped": found.tally().summary(), "costs": found.costs,
-    }  # fmt: skip
+        "pairs": len(found.rows),
+        "train": len(train),
+        "held_out": len(held_out),
+        "faults": len(found.errors),
+        "dropped": found.drop_report().summary(),
+        "costs": found.costs,
+    }
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return found
 
 
 def sources(dataset: Dataset, limit: int | None) -> Iterator[Source]:
-    """Every medium of every record, and a problem for every record without any."""
+    """Yield every medium of every record; a record without any gives a source with a problem."""
     number = itertools.count()
     for where, record in itertools.islice(dataset.located(), limit):
         problem = record.problem or ("" if record.prompt else "no prompt")
@@ -137,43 +153,45 @@ def _batches(items: Iterator[Source], size: int) -> Iterator[list[Source]]:
         yield batch
 
 
-def _made(cfg: ClipPairs, workshop: Workshop, folder: Path, batch: Sequence[Source]) -> Outcome:
-    """Pairs of a batch, with their files written."""
-    start, before, found = time.perf_counter(), asdict(workshop.rewards.costs), Outcome()
+def _make_pairs(
+    cfg: ClipPairs, regenerator: ClipRegenerator, folder: Path, batch: Sequence[Source]
+) -> Outcome:
+    """Make the pairs of a batch, and write their files."""
+    start, before, found = time.perf_counter(), asdict(regenerator.rewards.costs), Outcome()
     latents: dict[Source, torch.Tensor] = {}
     for source in batch:
         try:
-            latents[source] = _embedded(workshop, cfg, source)
+            latents[source] = _embedded(regenerator, cfg, source)
         except (OSError, ValueError) as error:
-            found.faults.append((str(error), source.where))
+            found.errors.append((str(error), source.where))
     results = []
     if latents:
         used = list(latents)
         clips = Clips(
             torch.cat([*latents.values()]), [s.prompt for s in used], [s.number for s in used]
         )
-        results = cfg.method.make(workshop, clips)
+        results = cfg.method.make(regenerator, clips)
     for source, result in zip(latents, results, strict=True):
-        if isinstance(result, Made):
-            found.rows.append(_written(workshop, folder, source, result))
+        if isinstance(result, ClipPair):
+            found.rows.append(_written(regenerator, folder, source, result))
         else:
-            drops = found.expected if result.ordinary else found.faults
+            drops = found.expected if result.expected else found.errors
             drops.append((result.problem, source.where))
-    spent = asdict(workshop.rewards.costs)
+    spent = asdict(regenerator.rewards.costs)
     found.costs = {name: float(spent[name] - before[name]) for name in spent}
     found.costs["seconds"] = time.perf_counter() - start
     return found
 
 
-def _embedded(workshop: Workshop, cfg: ClipPairs, source: Source) -> torch.Tensor:
-    """Latents of one clip, at the policy's rate.
+def _embedded(regenerator: ClipRegenerator, cfg: ClipPairs, source: Source) -> torch.Tensor:
+    """Encode one clip at the policy's frame rate.
 
     Raises:
-        ValueError, OSError: why it has none, or that the policy does not take its prompt.
+        ValueError, OSError: The clip cannot be read or encoded, or the policy refuses its prompt.
     """
     if source.problem or source.medium is None:
         raise MediaProblem(source.problem or "no medium")
-    policy = workshop.policy
+    policy = regenerator.policy
     try:
         policy.encode([source.prompt])  # some know only certain prompts
     except ValueError as error:
@@ -186,22 +204,24 @@ def _embedded(workshop: Workshop, cfg: ClipPairs, source: Source) -> torch.Tenso
     return latent.float()
 
 
-def _written(workshop: Workshop, folder: Path, source: Source, made: Made) -> dict[str, Any]:
-    """Write the files of a pair; its row."""
-    fps, stem = workshop.policy.fps, f"{source.number:06d}"
+def _written(
+    regenerator: ClipRegenerator, folder: Path, source: Source, pair: ClipPair
+) -> dict[str, Any]:
+    """Write the files of a pair; returns its row."""
+    fps, stem = regenerator.policy.fps, f"{source.number:06d}"
     assert fps is not None, "a policy of pictures was let in"
     row: dict[str, Any] = {"id": stem, "prompt": source.prompt}
-    for name, side in made.sides.items():
+    for name, side in pair.sides.items():
         latent, seen = f"latents/{stem}-{name}.safetensors", f"clips/{stem}-{name}.mp4"
-        save_latent(folder / latent, side.latent, workshop.encoder)
+        save_latent(folder / latent, side.latent, regenerator.encoder)
         write_clip(folder / seen, side.media, fps)
         row |= {name: latent, f"{name}_video": seen}
-    if made.mask is not None:
+    if pair.mask is not None:
         row["mask"] = f"masks/{stem}.safetensors"
-        with aside(folder / row["mask"]) as partial:
-            save_file({"mask": made.mask.cpu().contiguous()}, partial)
+        with atomic_write(folder / row["mask"]) as partial:
+            save_file({"mask": pair.mask.cpu().contiguous()}, partial)
     path = source.medium.path if source.medium else None
-    return row | {"fps": fps, "source": path, **made.row}
+    return row | {"fps": fps, "source": path, **pair.row}
 
 
 def _part(folder: Path, number: int) -> Path:
@@ -209,6 +229,6 @@ def _part(folder: Path, number: int) -> Path:
 
 
 def _is_held_out(prompt: str, share: float, seed: int) -> bool:
-    """By a hash of prompt and seed, as `flowalign pairs` divides prompts."""
+    """Decide by a hash of prompt and seed, as `flowalign pairs` divides prompts."""
     digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) < share * 2**64

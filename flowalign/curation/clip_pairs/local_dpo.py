@@ -1,5 +1,6 @@
-"""Local-DPO: a real clip wins against itself, regenerated inside a moving mask. Nobody annotates.
+"""Generates Local-DPO pairs: a real clip wins against itself, regenerated inside a moving mask.
 
+It needs no annotation.
 Source: Local-DPO, arXiv:2601.04068, and its code. There the real clip is put back outside the mask
 before every step; here also after the last one, so that the latents of a pair differ in the mask
 and nowhere else.
@@ -11,26 +12,26 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Workshop
-from flowalign.curation.clip_pairs.method import Made, Method, Results, Side
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
+from flowalign.curation.clip_pairs.method import ClipPair, Method, Results, Side
 from flowalign.functional.corruption import moving_mask, step_at_share
 from flowalign.rewards.composite import Rewards
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPairs(Method):
-    """The winner is the clip as the encoder sees it, the loser shares its latents but in a mask."""
+    """Makes the encoded clip the winner; the loser differs from its latents only inside a mask."""
 
     strengths: Sequence[float] = (0.75, 0.8, 0.85)
-    """Shares of the sampler's steps that the loser is denoised by; each clip draws one. In training
-    a stronger one counts more, see `readers.local_dpo.emphasis`."""
+    """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each clip draws one. In
+    training a stronger one counts more, see `readers.local_dpo.emphasis`."""
     share: tuple[float, float] = (0.1, 0.5)
-    """Of the latent places that the mask covers: each clip's is drawn between these. Ours."""
+    """Range of the share of latent places that the mask covers, in (0, 1), drawn per clip. Ours."""
     max_shapes: int = 5
-    """A mask is one to so many boxes and ellipses."""
+    """Largest number of boxes and ellipses in a mask; at least one is drawn."""
 
     def __post_init__(self) -> None:
-        """Refuse what corrupts nothing, and strengths that training does not take."""
+        """Refuse masks that corrupt nothing, and strengths that training does not take."""
         if not self.strengths or not all(0.6 < s <= 1 for s in self.strengths):
             raise ValueError(f"method.strengths are {[*self.strengths]}; each must be in (0.6, 1]")
         low, high = self.share
@@ -42,32 +43,33 @@ class LocalPairs(Method):
 
     @override
     def check(self, rewards: Rewards) -> None:
-        """None is asked."""
         if rewards.models:
             raise ValueError("method LocalPairs asks no reward: take rewards out of the run file")
 
     @override
-    def make(self, workshop: Workshop, clips: Clips) -> Results:
-        """Pairs of all clips."""
+    def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
         _, _, frames, height, width = clips.latents.shape
         strengths, masks = [], []
-        for draw in workshop.draws("mask", clips):
+        for draw in regenerator.draws("mask", clips):
             which = int(torch.randint(len(self.strengths), (), generator=draw))
             shapes = 1 + int(torch.randint(self.max_shapes, (), generator=draw))
             low, high = self.share
             share = low + (high - low) * float(torch.rand((), generator=draw))
             strengths.append(self.strengths[which])
             masks.append(moving_mask((frames, height, width), share, shapes, draw))
-        starts = torch.tensor([step_at_share(workshop.num_steps, s) for s in strengths])
+        starts = torch.tensor([step_at_share(regenerator.num_steps, s) for s in strengths])
         mask = torch.stack(masks)[:, None].to(clips.latents)
-        noise = workshop.noise("noise", clips)
-        losers = workshop.regenerated(clips, noise, starts, mask)
-        media = workshop.decoded(torch.cat([clips.latents, losers])).chunk(2)
+        noise = regenerator.noise("noise", clips)
+        losers = regenerator.regenerated(clips, noise, starts, mask)
+        media = regenerator.decoded(torch.cat([clips.latents, losers])).chunk(2)
         return [
-            Made(
-                {"positive": Side(clips.latents[i], media[0][i]),
-                 "negative": Side(losers[i], media[1][i])},
-                {"strength": strengths[i]}, masks[i],
+            ClipPair(
+                {
+                    "positive": Side(clips.latents[i], media[0][i]),
+                    "negative": Side(losers[i], media[1][i]),
+                },
+                {"strength": strengths[i]},
+                masks[i],
             )
             for i in range(len(clips.numbers))
-        ]  # fmt: skip
+        ]

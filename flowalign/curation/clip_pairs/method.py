@@ -1,4 +1,4 @@
-"""What a maker of pairs is: clips in, and for each a pair or the reason why there is none."""
+"""Defines the interface of pair generators: for each clip a pair, or why there is none."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -8,48 +8,49 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Workshop
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.rewards.composite import Rewards
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two clips of a pair."""
+    """Holds one of the two clips of a pair."""
 
     latent: Float[Tensor, "C F H W"]
     media: Float[Tensor, "T 3 h w"]
 
 
 @dataclass(frozen=True)
-class Made:
-    """A pair; its files and its row are named by the sides."""
+class ClipPair:
+    """Holds a generated pair; the names of its sides appear in its files and columns."""
 
     sides: Mapping[str, Side]
     row: Mapping[str, Any]
-    """Further columns, as the reader of the method's data takes them."""
+    """Further columns of its row, as the reader of the method's data expects them."""
     mask: Float[Tensor, "F H W"] | None = None
-    """Where the sides differ."""
+    """Latent places where the sides differ: 1 inside, 0 outside."""
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Why a clip gives no pair: what kind of reason, a colon, details."""
+    """Says why a clip gives no pair."""
 
     problem: str
-    ordinary: bool = False
-    """The method expects some of these; otherwise it is a fault."""
+    """Kind of problem, a colon, and the details."""
+    expected: bool = False
+    """Whether the method leaves such clips out by design; otherwise it is an error."""
 
 
-Results = list[Made | Dropped]
+Results = list[ClipPair | Dropped]
 
 
 class Method(ABC):
-    """Makes pairs of real clips."""
+    """Generates pairs from real clips."""
 
     @abstractmethod
     def check(self, rewards: Rewards) -> None:
-        """Raise ValueError where the rewards are not those that it needs."""
+        """Raise ValueError if the method cannot work with these rewards."""
 
     @abstractmethod
-    def make(self, workshop: Workshop, clips: Clips) -> Results:
-        """One result for each clip."""
+    def make(self, regenerator: ClipRegenerator, clips: Clips) -> Results:
+        """Return, for each clip, its pair or why there is none."""

@@ -1,4 +1,4 @@
-"""The run file of `flowalign clip-pairs`: a policy, clips, a method, and rewards where it asks."""
+"""Defines the run file of `flowalign clip-pairs`: policy, clips, method, rewards if needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 import yaml
 
-from flowalign.curation.clip_pairs.denoiser import Workshop
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator
 from flowalign.curation.clip_pairs.method import Method
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.distributed.processes import join
@@ -18,35 +18,35 @@ from flowalign.utils.yaml_files import load_typed
 
 @dataclass(frozen=True, kw_only=True)
 class ClipPairs:
-    """Everything that decides the pairs. One YAML file sets every field it needs."""
+    """Configures the generation of pairs. One YAML file sets every field it needs."""
 
     policy: Policy
-    """Noises and denoises the clips, as its own pipeline does; it is the one to be trained."""
+    """Policy that noises and denoises the clips, as its pipeline does: the one to be trained."""
     clips: str
-    """Any dataset that `flowalign score` reads: a folder with captions, or a table."""
+    """Path of any dataset that `flowalign score` reads: a folder with captions, or a table."""
     method: Method
-    """How pairs are made, by dotted path of a class in `flowalign.curation.clip_pairs` or of your own."""
+    """Pair generator, by dotted path of a class in `flowalign.curation.clip_pairs` or your own."""
     schema: str = "auto"
     root: str | None = None
-    """Where relative paths begin; null: beside the file."""
+    """Folder at which relative paths begin; null: the folder of the file."""
     limit: int | None = None
-    """Only the first so many records."""
+    """Number of records that are read, from the first one; null: all."""
     num_frames: int | None = None
-    """Of each clip only so many are read, at the policy's rate, and a shorter one is dropped;
-    null: as many as the policy makes. For policies that do not say how many."""
+    """Frames read per clip at the policy's fps; shorter clips are dropped. Null: the policy's own
+    count. For policies that do not say how many."""
     rewards: list[RewardModel] = field(default_factory=list)
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Weight per reward dimension; the weighted sum is what a method compares."""
     num_steps: int = 40
-    """Of the sampler, from pure noise; a clip takes those below its noise level."""
+    """Steps of the sampler from pure noise; a clip takes those below its noise level."""
     batch_size: int = 4
-    """Clips that are made into pairs, and written, together."""
+    """Clips that are made into pairs and written together."""
     micro_batch: int = 4
     """Clips per network call and decode."""
     held_out: float = 0.1
-    """Share of the prompts whose pairs are never trained on."""
+    """Share of the prompts whose pairs are never trained on, in [0, 1)."""
     max_dropped_fraction: float = 0.05
-    """Of the clips; where more cannot be used, the command says so and fails at the end."""
+    """Largest share of unusable clips, in [0, 1]; with more, the command fails at the end."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
@@ -54,7 +54,7 @@ class ClipPairs:
     output_dir: str = "runs/clip_pairs"
 
     def __post_init__(self) -> None:
-        """Checks that need neither weights nor clips."""
+        """Check everything that needs neither weights nor clips."""
         for name, least in (("num_steps", 2), ("batch_size", 1), ("micro_batch", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -81,34 +81,34 @@ class ClipPairs:
         self.method.check(rewards)
 
     def dataset(self) -> Dataset:
-        """The clips. ValueError where there are none."""
+        """Open the dataset of clips; raises ValueError if there is none."""
         return open_dataset(self.clips, self.schema, self.root)
 
-    def workshop(self) -> Workshop:
-        """With the weights of policy and rewards read. ValueError where they cannot be used."""
+    def regenerator(self) -> ClipRegenerator:
+        """Load the policy and the rewards; raises ValueError if they cannot be used."""
         if self.threads:
             torch.set_num_threads(self.threads)
         rewards = Rewards(self.rewards, self.reward_weights)
         rewards.load()
         self.policy.load(join(self.device).device)
-        rewards.costs.watch(self.policy.denoiser)
-        return Workshop(self.policy, rewards, self.num_steps, self.seed, self.micro_batch)
+        rewards.costs.count(self.policy.denoiser)
+        return ClipRegenerator(self.policy, rewards, self.num_steps, self.seed, self.micro_batch)
 
 
 _CHANGES_NOTHING = ("output_dir", "device", "threads", "held_out", "max_dropped_fraction")
 
 
 def settings_of(text: str, dataset: Dataset) -> dict[str, Any]:
-    """What decides the pairs, of a resolved run file."""
+    """Return the settings of a resolved run file that decide the pairs, for the manifest."""
     settings = yaml.safe_load(text)
     kept = {name: value for name, value in settings.items() if name not in _CHANGES_NOTHING}
     return kept | {"identity": dataset.identity()}
 
 
 def load(config: str, overrides: Sequence[str] = ()) -> tuple[ClipPairs, str]:
-    """A run file with overrides such as `--seed 3`, and the resolved YAML.
+    """Load a run file with overrides such as `--seed 3`; returns it with the resolved YAML.
 
     Raises:
-        ConfigError: in at most five lines, naming the key or value.
+        ConfigError: The run file is wrong; at most five lines name the key or value.
     """
     return load_typed(ClipPairs, "flowalign clip-pairs", config, overrides)

@@ -1,1 +1,1 @@
-"""Pairs to train on, chosen by the scores of media that answer one prompt."""
+"""Chooses pairs to train on by the scores of media that answer one prompt."""

@@ -1,4 +1,4 @@
-"""From a table of scores to the files of a preference dataset."""
+"""Chooses pairs from a table of scores, and writes them as a preference dataset."""
 
 import hashlib
 import json
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from flowalign.curation.pairing.rules import Choice, Rule, staged
 from flowalign.curation.pairing.table import Table
-from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.validate import Inspection
 from flowalign.media.media import Media
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 TRAIN, HELD_OUT, SUMMARY, PAGE = "train.jsonl", "held_out.jsonl", "summary.json", "pairs.html"
 FILES = (TRAIN, HELD_OUT, SUMMARY, PAGE)
@@ -25,44 +25,45 @@ FILES = (TRAIN, HELD_OUT, SUMMARY, PAGE)
 
 @dataclass(frozen=True)
 class Job:
-    """How pairs are made of a table."""
+    """Says how pairs are made from a table of scores."""
 
     table: Table
     rule: Rule
     by_record: bool = False
-    """Only media of one record are compared, otherwise all of one prompt."""
+    """Whether only media of one record are compared; otherwise all media of one prompt."""
     stages: int = 0
-    """Of a curriculum; 0: none."""
+    """Number of stages of a curriculum; 0: no curriculum."""
     stages_by: str = "score"
+    """Division into stages: `score` by equal ranges of gaps, `rank` into equally many pairs."""
     mixed_shapes: bool = False
     """Whether media of different sizes or numbers of frames may be a pair."""
 
     @cached_property
     def total(self) -> Float[Tensor, "n"]:
-        """Of every row; computed once, so that equal totals are equal wherever they appear."""
+        """Weighted sum of every row; computed once, so that equal totals stay equal everywhere."""
         return self.rule.total(self.table.scores)
 
 
 @dataclass(frozen=True)
 class Found:
-    """Pairs, and what did not become one."""
+    """Holds the chosen pairs, and reports the media and pairs that were dropped."""
 
     choices: Sequence[Choice]
     prompts: int
-    """From which pairs come."""
-    media: Tally = field(default_factory=Tally)
-    """Rows that took no part."""
-    pairs: Tally = field(default_factory=Tally)
-    """Pairs that were chosen, and cannot be trained on."""
+    """Number of prompts that have a pair."""
+    media: DropReport = field(default_factory=DropReport)
+    """Rows of the table that were not compared."""
+    pairs: DropReport = field(default_factory=DropReport)
+    """Pairs that were chosen, but cannot be trained on."""
 
 
 def find(job: Job) -> Found:
     """Choose pairs, prompt by prompt, in the order in which prompts first appear.
 
     Raises:
-        ValueError: no prompt has two media.
+        ValueError: No prompt has two media.
     """
-    table, inspection, media, pairs = job.table, Inspection(), Tally(), Tally()
+    table, inspection, media, pairs = job.table, Inspection(), DropReport(), DropReport()
     if all(len(rows) < 2 for rows in _groups(job, range(len(table.media)))):
         what = "record" if job.by_record else "prompt"
         raise ValueError(f"every {what} has one medium, so there is nothing to compare")
@@ -85,30 +86,30 @@ def find(job: Job) -> Found:
     return Found(choices, prompts, media, pairs)
 
 
-def _usable(job: Job, inspection: Inspection, tally: Tally) -> Iterator[int]:
-    """Rows with a score and a file, no file twice for a prompt."""
+def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[int]:
+    """Yield rows with a score and a file, no file twice for a prompt; report the others."""
     known = job.table.scores.isfinite()
     scored = (known.all(1) if job.rule.needs_all else known.any(1)).tolist()
     seen: set[tuple[str, str, str]] = set()
     for i, medium in enumerate(job.table.media):
         place = (*_group(job, i), medium.path)
         if not scored[i]:
-            tally.add(
+            report.add(
                 "no valid score" + (f": {medium.reason}" if medium.reason else ""), medium.name
             )
         elif not medium.path:
-            tally.add("held by the dataset itself, not a file", medium.name)
+            report.add("held by the dataset itself, not a file", medium.name)
         elif problem := inspection.missing(medium.path):
-            tally.add(problem, medium.name)
+            report.add(problem, medium.name)
         elif place in seen:
-            tally.add("repeated medium", medium.name)
+            report.add("repeated medium", medium.name)
         else:
             seen.add(place)
             yield i
 
 
 def _group(job: Job, i: int) -> tuple[str, str]:
-    """What a medium is compared within; without a prompt, its record."""
+    """Return the group within which a medium is compared: its prompt, or its record."""
     medium = job.table.media[i]
     by_record = job.by_record or not medium.prompt
     return medium.prompt, medium.record if by_record else ""
@@ -121,13 +122,10 @@ def _groups(job: Job, rows: Iterable[int]) -> Iterable[list[int]]:
     return found.values()
 
 
-# Files --------------------------------------------------------------------------------------------
-
-
 def split(
     table: Table, choices: Sequence[Choice], fraction: float, seed: int
 ) -> tuple[list[Choice], list[Choice]]:
-    """Pairs to train on, and pairs held out: whole prompts, by a hash of prompt and seed."""
+    """Split pairs into those to train on and those held out, by a hash of prompt and seed."""
     train, held_out = [], []
     for choice in choices:
         prompt = table.media[choice.winner].prompt
@@ -137,18 +135,22 @@ def split(
 
 
 def line(job: Job, choice: Choice) -> dict[str, Any]:
-    """A row of the dataset, of schema chosen_rejected."""
+    """Return a pair as a row of schema chosen_rejected."""
     winner, loser = job.table.media[choice.winner], job.table.media[choice.loser]
     row = {
-        "prompt": winner.prompt, "chosen": winner.path, "rejected": loser.path,
-        "dimension": choice.dimension, "gap": choice.gap,
-        "scores_chosen": scores(job, choice.winner), "scores_rejected": scores(job, choice.loser),
-    }  # fmt: skip
+        "prompt": winner.prompt,
+        "chosen": winner.path,
+        "rejected": loser.path,
+        "dimension": choice.dimension,
+        "gap": choice.gap,
+        "scores_chosen": scores(job, choice.winner),
+        "scores_rejected": scores(job, choice.loser),
+    }
     return row | {"stage": choice.stage} if job.stages else row
 
 
 def scores(job: Job, row: int) -> dict[str, float]:
-    """In every dimension in which it has one, and the total where that decides."""
+    """Return the finite scores of a row by dimension, with the total if the rule compares it."""
     values = job.table.scores[row]
     named = zip(job.table.dims, values.tolist(), strict=True)
     found = {dim: value for dim, value in named if value == value}
@@ -158,14 +160,14 @@ def scores(job: Job, row: int) -> dict[str, float]:
 
 
 def write(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write a JSONL file aside and rename it."""
+    """Write rows to a temporary JSONL file and rename it."""
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    with aside(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
+    with atomic_write(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that holds anything else; earlier pairs in it are replaced."""
+    """Raise ValueError if a folder holds other files; earlier pairs in it will be replaced."""
     others = sorted(p.name for p in folder.glob("*") if p.name not in FILES)
     if others:
         raise ValueError(f"{folder} holds {others[0]!r}, which is not of `flowalign pairs`")

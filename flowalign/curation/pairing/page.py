@@ -1,4 +1,4 @@
-"""`pairs.html`: how many pairs, what was dropped, how wide the gaps are, and the first pairs."""
+"""Renders `pairs.html`: numbers of pairs and drops, the widths of gaps, and the first pairs."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,29 +15,31 @@ from flowalign.media.thumbnails import UNKNOWN_RATE, looping, pictures
 from flowalign.reports.charts import data_address, drawn
 
 SHOWN = 24
-"""Pairs at most."""
+"""Largest number of pairs on the page."""
 _SIDE = 160
 _FRAMES = 24
-"""Of a video, which plays in a loop, at most."""
+"""Largest number of frames of a looping video."""
 
 
 def render(
     name: str, job: Job, found: Found, shown: Sequence[Choice], summary: Mapping[str, Any]
 ) -> str:
-    """The page, self-contained."""
+    """Render the page, self-contained."""
     template = Path(__file__).with_name("page_template.html.j2").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     return environment.from_string(template).render(
-        name=name, summary=summary, pairs=list(examples(job, shown[:SHOWN])),
+        name=name,
+        summary=summary,
+        pairs=list(examples(job, shown[:SHOWN])),
         gaps=dict(gap_charts(found.choices)),
         dropped=[("media", found.media.summary()), ("pairs", found.pairs.summary())],
-    )  # fmt: skip
+    )
 
 
 def gap_charts(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
-    """For every dimension that decides, how often which gap, as an SVG data address."""
+    """Yield a histogram of the gaps of every deciding dimension, as an SVG data address."""
     for dim in dict.fromkeys(choice.dimension for choice in choices):
         gaps = [choice.gap for choice in choices if choice.dimension == dim]
 
@@ -50,7 +52,7 @@ def gap_charts(choices: Sequence[Choice]) -> Iterator[tuple[str, str]]:
 
 
 def examples(job: Job, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
-    """What the page shows of each pair."""
+    """Yield what the template shows of each pair: prompt, gap, and both sides with scores."""
     for choice in choices:
         sides = [
             {
@@ -66,11 +68,13 @@ def examples(job: Job, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
 
 
 def thumbnail(path: str) -> str:
-    """A small picture of a file as a data address, moving if it is a clip; empty where it cannot be
-    decoded."""
+    """Return a small picture of a file as a data address; a clip moves.
+
+    The address is empty if the file cannot be decoded.
+    """
     try:
         clip = decode(Media(path), _FRAMES)
-    except MediaProblem:  # headers were read, contents were not
+    except MediaProblem:  # validation has read the header only
         return ""
     if len(clip.pixels) > 1:
         return data_address("webp", looping(clip.pixels, clip.fps or UNKNOWN_RATE, _SIDE))

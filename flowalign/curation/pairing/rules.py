@@ -1,4 +1,4 @@
-"""Which of the media that answer one prompt become pairs, as the command line says."""
+"""Chooses which media of one prompt become pairs, by the rules of the command line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,30 +16,37 @@ PER_DIMENSION = "per_dimension"
 RULES = ("best_worst", "gap", "dominance", PER_DIMENSION)
 STAGES = {"score": pairing.stages_by_score, "rank": pairing.stages_by_rank}
 TOTAL = "total"
-"""Name of the weighted sum of several dimensions."""
+"""Name of the weighted sum of several dimensions, in rows and on the page."""
 
 
 class Choice(NamedTuple):
-    """A pair: rows of the table, what decided, and by how much."""
+    """Names a pair by its rows of the table, with the dimension that decided and the gap."""
 
     winner: int
+    """Row of the winner."""
     loser: int
+    """Row of the loser."""
     dimension: str
     gap: float
+    """Lead of the winner, above 0, in units of the dimension."""
     stage: int = 0
+    """Stage of a curriculum, from 0; earlier ones have wider gaps."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One of `RULES`, and its numbers."""
+    """Configures one of `RULES`."""
 
     name: str = "best_worst"
     weights: Mapping[str, float] = field(default_factory=dict)
-    """Of the dimensions, in the order of the scores; their weighted sum is the total."""
+    """Weight of each dimension, in the order of the scores; their weighted sum is the total."""
     min_gap: float = 0.0
+    """Smallest gap of a pair, in units of the total or of the dimension that decides."""
     tolerance: float = 0.0
+    """How much worse a winner may be in one dimension, for dominance."""
     max_per_prompt: int | None = None
-    """The widest so many; of every dimension, where each has its own pairs."""
+    """Number of pairs kept per prompt, those with the widest gaps, and per dimension if each has
+    its own pairs; null: all."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pair can have."""
@@ -57,12 +64,12 @@ class Rule:
 
     @property
     def needs_all(self) -> bool:
-        """Whether a medium without a score in one dimension is out altogether."""
+        """Whether a medium must have a score in every dimension to be compared."""
         return self.name != PER_DIMENSION
 
     @property
     def comparison(self) -> rules.Rule:
-        """How the media of a prompt are compared: by their totals, or in one dimension."""
+        """Rule of `pair_rules` that compares the media of a prompt."""
         if self.name == "dominance":
             return rules.Dominance(min_gap=self.min_gap, tolerance=self.tolerance)
         kind = rules.BestWorst if self.name == "best_worst" else rules.Gap
@@ -70,11 +77,11 @@ class Rule:
 
     @property
     def decides(self) -> str:
-        """What the total is called: the only dimension by its own name."""
+        """Name of the total: that of the dimension if there is only one."""
         return next(iter(self.weights)) if len(self.weights) == 1 else TOTAL
 
     def total(self, scores: Float[Tensor, "n R"]) -> Float[Tensor, "n"]:
-        """The weighted sum of the dimensions."""
+        """Return the weighted sum of the dimensions."""
         return scores @ torch.tensor(list(self.weights.values()), dtype=scores.dtype)
 
     def choose(
@@ -83,7 +90,7 @@ class Rule:
         scores: Float[Tensor, "K R"],
         total: Float[Tensor, "K"],
     ) -> list[Choice]:
-        """The pairs of one prompt, whose media are these rows of the table."""
+        """Choose the pairs of one prompt, whose media are these rows of the table."""
         compared = (
             [(self.decides, total)]
             if self.needs_all
@@ -111,7 +118,7 @@ class Rule:
 
 
 def staged(choices: Sequence[Choice], count: int, by: str) -> list[Choice]:
-    """The same pairs with the stage in which each joins a curriculum, dimension by dimension."""
+    """Return the pairs with their stages of a curriculum, divided dimension by dimension."""
     found = list(choices)
     for dim in dict.fromkeys(choice.dimension for choice in choices):
         places = [i for i, choice in enumerate(choices) if choice.dimension == dim]

@@ -1,4 +1,4 @@
-"""A table that `flowalign score` wrote: media, and their scores in the dimensions asked for."""
+"""Reads a table of `flowalign score`: media, and their scores in the requested dimensions."""
 
 import difflib
 import math
@@ -20,39 +20,40 @@ _TABLES = ("scores.parquet", "scores.jsonl")
 
 
 class Medium(NamedTuple):
-    """One row."""
+    """Describes the medium of one row."""
 
     record: str
     number: int
-    """Of this medium in its record."""
+    """Index of this medium in its record, from 0."""
     prompt: str
     path: str
-    """Absolute; empty where the dataset holds the medium itself."""
+    """Absolute path of the file; empty if the dataset holds the medium itself."""
     reason: str
-    """Why it has no score."""
+    """Why it has no score; empty if it has one."""
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Record and number, for messages."""
         return f"record {self.record}, medium {self.number}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows and their scores, in the order of the file."""
+    """Holds the media of a table and their scores, in the order of the file."""
 
     dims: Sequence[str]
     media: Sequence[Medium]
     scores: Float[Tensor, "n R"]
-    """In float64, NaN where invalid."""
+    """Scores in float64; NaN where invalid."""
     fingerprint: str
+    """Fingerprint of the models that scored the rows; empty: unknown."""
 
 
 def find_table(source: Path) -> Path:
-    """The table itself, or the one in a folder of `flowalign score`.
+    """Return the path of a table, or of the one in a folder of `flowalign score`.
 
     Raises:
-        ValueError: there is none, or there are two, or it is of another format.
+        ValueError: There is no table, or two, or it is of another format.
     """
     if source.is_dir():
         found = [source / name for name in _TABLES if (source / name).is_file()]
@@ -68,13 +69,13 @@ def find_table(source: Path) -> Path:
 
 
 def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
-    """Read a table; with no dimension named, all that it has.
+    """Read the media of a table and their scores in `dims`, or in all dimensions without any.
 
     Relative paths of media begin at `root`, or in the current folder.
 
     Raises:
-        ValueError: it is no table of scores, has no such dimension, or its rows were scored by
-            different models.
+        ValueError: The file is no table of scores, has no such dimension, or its rows were scored
+            by different models.
     """
     rows = FORMATS[path.suffix](path)
     first = next(rows, None)
@@ -99,20 +100,20 @@ def read_table(path: Path, dims: Sequence[str], root: str = "") -> Table:
     return Table(dims, media, values, next(iter(fingerprints)))
 
 
-def _dimensions(path: Path, first: Row, asked: Sequence[str]) -> Sequence[str]:
+def _dimensions(path: Path, first: Row, requested: Sequence[str]) -> Sequence[str]:
     columns = _fields(first)
     missing = [name for name in _NEEDED if name not in columns]
     known = [name for name in columns if f"{name}_valid" in columns]
     if missing or not known:
         lacks = f"column {', '.join(missing)}" if missing else "scored dimension"
         raise ValueError(f"{path} has no {lacks}: is it a table of `flowalign score`?")
-    for name in asked:
+    for name in requested:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             there = ", ".join(known)
             raise ValueError(f"{path} has no dimension {name!r}{hint}\nthere are {there}"[:400])
-    return asked or known
+    return requested or known
 
 
 def _fields(row: Row) -> Mapping[str, Any]:
@@ -124,9 +125,12 @@ def _fields(row: Row) -> Mapping[str, Any]:
 def _medium(fields: Mapping[str, Any], root: str) -> Medium:
     path = fields.get("path") or ""
     return Medium(
-        str(fields.get("record")), int(fields.get("medium") or 0), str(fields.get("prompt") or ""),
-        os.path.abspath(os.path.join(root, path)) if path else "", str(fields.get("reason") or ""),
-    )  # fmt: skip
+        str(fields.get("record")),
+        int(fields.get("medium") or 0),
+        str(fields.get("prompt") or ""),
+        os.path.abspath(os.path.join(root, path)) if path else "",
+        str(fields.get("reason") or ""),
+    )
 
 
 def _score(fields: Mapping[str, Any], dim: str, where: str) -> float:

@@ -1,1 +1,1 @@
-"""`flowalign score`: preference datasets and folders of media, scored at scale."""
+"""Scores preference datasets and folders of media at scale, for `flowalign score`."""

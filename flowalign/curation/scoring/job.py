@@ -1,4 +1,4 @@
-"""A scoring job: decode ahead, batch by shape, score, save in parts, resume where it stopped."""
+"""Runs a scoring job: decodes ahead, batches by shape, scores, saves in parts, and resumes."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ from flowalign.utils.files import write_text
 
 RECORDS_PER_PART = 256
 _MEMORY = 1 << 29
-"""Bytes of decoded pixels that may wait for their turn, and as many for others of their shape."""
+"""Bytes of decoded pixels that may wait to be batched, and again as many in unfinished batches."""
 _BATCHES_AHEAD = 2
 _ROWS_BEFORE_JUDGING = 100
 _REASONS_TOLD = 50
@@ -28,23 +28,26 @@ _REASONS_TOLD = 50
 
 @dataclass(frozen=True)
 class Job:
-    """What to score with what, and how."""
+    """Configures a scoring job: a dataset, reward models, and the folder of the results."""
 
     dataset: Dataset
     models: Sequence[RewardModel]
     folder: Path
     batch_size: int = 32
+    """Media per call of a model."""
     workers: int = 4
-    """Threads that decode."""
+    """Number of threads that decode."""
     limit: int | None = None
-    """Records, from the first one."""
+    """Number of records that are scored, from the first one; null: all."""
     max_frames: int | None = None
+    """Largest number of evenly spaced frames of a video; null: all."""
     max_failed_fraction: float = 0.05
+    """Share of rows, in [0, 1], that may fail before the job stops."""
     shard: tuple[int, int] = (0, 1)
-    """This process scores every n-th block of records, beginning with the i-th."""
+    """Shard (i, n): this process scores every n-th block of records, beginning with the i-th."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be a table."""
+        """Refuse models whose dimensions cannot be columns of one table, and an invalid shard."""
         dims = [dim for model in self.models for dim in model.spec.dims]
         repeated = sorted({dim for dim in dims if dims.count(dim) > 1 or dim in FIXED})
         if repeated:
@@ -54,14 +57,14 @@ class Job:
 
 
 @dataclass
-class Tally:
-    """What the rows so far say."""
+class RunningStats:
+    """Counts rows and failures, and accumulates the statistics of every dimension."""
 
     rows: int = 0
     failed: int = 0
-    """Rows with a dimension that could not be scored."""
+    """Number of rows with a dimension that could not be scored."""
     reasons: Counter[str] = field(default_factory=Counter)
-    """How often each kind of problem; what follows a colon is left out."""
+    """Number of rows per kind of problem: the text before the first colon."""
     values: dict[str, list[float]] = field(default_factory=dict)
     """Count, mean, sum of squared deviations, lowest and highest score of every dimension."""
 
@@ -80,7 +83,7 @@ class Tally:
                 seen[:] = [count, mean, squares, min(seen[3], value), max(seen[4], value)]
 
     def check(self, max_failed_fraction: float, at_least: int = 1) -> None:
-        """Raise TooManyFailed where that is so."""
+        """Raise TooManyFailed if, of `at_least` rows or more, a larger share failed."""
         if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
             most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
             raise TooManyFailed(
@@ -90,52 +93,55 @@ class Tally:
             )
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Return counts and statistics, ready for summary.json."""
         dims = {}
         for dim, (count, mean, squares, low, high) in self.values.items():
-            known = {"mean": mean, "std": math.sqrt(squares / count), "min": low, "max": high} \
-                if count else {}  # fmt: skip
-            dims[dim] = {"valid": int(count), **known}
+            dims[dim] = {"valid": int(count)}
+            if count:
+                std = math.sqrt(squares / count)
+                dims[dim] |= {"mean": mean, "std": std, "min": low, "max": high}
         return {
-            "rows": self.rows, "failed": self.failed,
+            "rows": self.rows,
+            "failed": self.failed,
             "failed_fraction": self.failed / self.rows if self.rows else 0.0,
-            "reasons": dict(self.reasons.most_common(_REASONS_TOLD)), "dimensions": dims,
-        }  # fmt: skip
+            "reasons": dict(self.reasons.most_common(_REASONS_TOLD)),
+            "dimensions": dims,
+        }
 
 
 class TooManyFailed(RuntimeError):
-    """More rows failed than the job allows; what was saved stays."""
+    """Says that more rows failed than the job allows; what was saved stays."""
 
-    def __init__(self, message: str, tally: Tally):
+    def __init__(self, message: str, stats: RunningStats):
         super().__init__(message)
-        self.tally = tally
+        self.stats = stats
 
 
 @dataclass
 class Speed:
-    """Of this process, without what an earlier one had done."""
+    """Measures the throughput of this process, without the rows that earlier ones saved."""
 
     rows: int = 0
     in_model: float = 0.0
-    """Seconds."""
+    """Seconds that a model was computing."""
     start: float = field(default_factory=time.perf_counter)
 
     def summary(self) -> dict[str, float]:
-        """Rows a second, and the share of the time that a model was at work."""
+        """Return rows per second, and the share of the time that a model was computing."""
         wall = max(time.perf_counter() - self.start, 1e-9)
         return {"rows_per_second": self.rows / wall, "share_in_model": self.in_model / wall}
 
 
-Watch = Callable[[Tally, Speed], None]
+Watch = Callable[[RunningStats, Speed], None]
 
 
 def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
-    """Score what is missing of this shard; the blocks of the whole dataset.
+    """Score the missing blocks of this shard; returns the blocks of the whole dataset.
 
     Raises:
-        TooManyFailed: judged after every block.
+        TooManyFailed: Too many rows failed so far; this is checked after every block.
     """
-    parts, tally = Parts(job.folder / "parts"), Tally()
+    parts, stats = Parts(job.folder / "parts"), RunningStats()
     blocks: list[int] = []
 
     def missing() -> Iterator[tuple[int, int, Record]]:
@@ -146,30 +152,32 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
 
     started_with = [b for b in parts.blocks() if b % job.shard[1] == job.shard[0]]
     for row in parts.rows(started_with):
-        tally.add(row)
-    tally.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+        stats.add(row)
+    stats.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
     for block, rows in _scored(job, missing(), speed):
         parts.write(block, rows)
         for row in rows:
-            tally.add(row)
-        watch(tally, speed)
-        tally.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+            stats.add(row)
+        watch(stats, speed)
+        stats.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
     return blocks
 
 
-def finish(folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]) -> Tally:
-    """Merge all parts into `scores.<kind>`, and say in `summary.json` what came out."""
-    parts, tally = Parts(folder / "parts"), Tally()
+def finish(
+    folder: Path, blocks: Sequence[int], kind: str, about: Mapping[str, Any]
+) -> RunningStats:
+    """Merge all parts into `scores.<kind>`, and write `summary.json`; returns the statistics."""
+    parts, stats = Parts(folder / "parts"), RunningStats()
     for row in parts.rows(blocks):
-        tally.add(row)
+        stats.add(row)
     merge(parts, blocks, folder / f"scores.{kind}")
-    summarise(folder, tally, {"status": "complete", **about})
-    return tally
+    summarise(folder, stats, {"status": "complete", **about})
+    return stats
 
 
-def summarise(folder: Path, tally: Tally, about: Mapping[str, Any]) -> None:
+def summarise(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> None:
     """Write `summary.json`."""
-    text = json.dumps({**about, **tally.summary()}, indent=2, ensure_ascii=False)
+    text = json.dumps({**about, **stats.summary()}, indent=2, ensure_ascii=False)
     write_text(folder / "summary.json", text + "\n")
 
 
@@ -185,34 +193,30 @@ def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Re
 def _scored(
     job: Job, todo: Iterator[tuple[int, int, Record]], speed: Speed
 ) -> Iterator[tuple[int, list[dict[str, Column]]]]:
-    """Rows of every block, in order. The next block is decoded and scored before one is done."""
-    with (
-        ThreadPoolExecutor(job.workers, "decode") as decoders,
-        ThreadPoolExecutor(1, "score") as scorer,
-    ):
-        waiting: deque[_Block] = deque()
-        try:
-            items = _ahead(job, decoders, todo)
-            for block, of_block in itertools.groupby(items, lambda found: found[0]):
-                waiting.append(_Block(job, block, scorer, speed))
-                for _, item in of_block:
-                    waiting[-1].add(item)
-                waiting[-1].flush()
-                if len(waiting) > 1:
-                    done = waiting.popleft()
-                    yield done.number, done.rows()
-            while waiting:
-                done = waiting.popleft()
-                yield done.number, done.rows()
-        finally:
-            decoders.shutdown(wait=True, cancel_futures=True)
-            scorer.shutdown(wait=True, cancel_futures=True)
+    """Yield the rows of every block, in order, while the next block is decoded and scored."""
+    decoders = ThreadPoolExecutor(job.workers, "decode")
+    scorer = ThreadPoolExecutor(1, "score")
+    waiting: deque[_Block] = deque()
+    try:
+        items = _ahead(job, decoders, todo)
+        for block, of_block in itertools.groupby(items, lambda found: found[0]):
+            waiting.append(_Block(job, block, scorer, speed))
+            for _, item in of_block:
+                waiting[-1].add(item)
+            waiting[-1].flush()
+            if len(waiting) > 1:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        decoders.shutdown(cancel_futures=True)
+        scorer.shutdown(cancel_futures=True)
 
 
 def _ahead(
     job: Job, decoders: ThreadPoolExecutor, todo: Iterator[tuple[int, int, Record]]
 ) -> Iterator[tuple[int, Item]]:
-    """Items in order, as many decoded ahead as the next batch needs and memory allows."""
+    """Yield items in order; decodes ahead as many as a batch needs and memory allows."""
     pending: deque[tuple[int, Future[Item]]] = deque()
     depth = largest = 0
     for block, index, record in todo:
@@ -232,7 +236,7 @@ def _taken(entry: tuple[int, Future[Item]]) -> tuple[int, Item]:
 
 
 class _Block:
-    """Items of one block on their way through the models, those of a shape together."""
+    """Batches the items of one block by shape, and collects their rows from the models."""
 
     def __init__(self, job: Job, number: int, scorer: ThreadPoolExecutor, speed: Speed):
         self.number, self._job, self._scorer, self._speed = number, job, scorer, speed
@@ -245,7 +249,7 @@ class _Block:
         self._held = 0
 
     def add(self, item: Item) -> None:
-        """Batches that are full go to the models at once."""
+        """Add an item; batches that become full are sent to the models."""
         place = (item.index, item.medium)
         self._order.append(place)
         if item.clip is None:
@@ -258,15 +262,15 @@ class _Block:
             self._send_full()
 
     def flush(self) -> None:
-        """Send what is left, full or not."""
+        """Send the remaining batches, full or not."""
         for shape in list(self._buckets):
             self._send(self._buckets.pop(shape))
 
-    def rows(self) -> list[dict[str, Column]]:
-        """Wait for the last batch; all rows, in the order of the dataset."""
+    def result(self) -> tuple[int, list[dict[str, Column]]]:
+        """Wait for the last batch; returns number and rows, in the order of the dataset."""
         while self._futures:
             self._collect()
-        return [self._rows[place] for place in self._order]
+        return self.number, [self._rows[place] for place in self._order]
 
     def _send_full(self) -> None:
         for shape, bucket in list(self._buckets.items()):

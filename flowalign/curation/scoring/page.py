@@ -1,4 +1,4 @@
-"""`scores.html`: what a scoring job found, with the media that it found best and worst."""
+"""Renders `scores.html`: the results of a scoring job, with the best and worst media."""
 
 import heapq
 import io
@@ -22,22 +22,22 @@ from flowalign.reports.charts import data_address, drawn
 from flowalign.utils.files import write_text
 
 EXAMPLES = 6
-"""Media shown at either end of a dimension."""
+"""Number of media shown at either end of a dimension."""
 _SIDE = 160
 _FRAMES = 24
-"""Of a video, which plays in a loop, at most."""
-_TOLD = 8
-"""Failed rows that are named."""
+"""Largest number of frames of a looping video."""
+_LISTED = 8
+"""Largest number of failed rows that are listed."""
 Place = tuple[str, int]
-"""Record and medium."""
+"""Id of a record, and index of a medium in it."""
 
 
 @dataclass
 class Findings:
-    """What the page needs of a table of any length: scores, and few rows."""
+    """Collects what the page needs of a table of any length: all scores, and few rows."""
 
     columns: dict[str, array] = field(default_factory=dict)
-    """Scores of every dimension, NaN where there is none; as long as the table."""
+    """Scores of every dimension, one per row of the table; NaN where a row has none."""
     ends: dict[str, tuple[list, list]] = field(default_factory=dict)
     """Heaps of the best and of the worst rows of every dimension."""
     failures: list[Row] = field(default_factory=list)
@@ -45,13 +45,13 @@ class Findings:
     rows: int = 0
 
     def add(self, row: Row) -> None:
-        """Look at one row."""
+        """Add one row."""
         self.rows += 1
         dims = [name.removesuffix("_valid") for name in row if name.endswith("_valid")]
         self.judged_by_people |= any(
             name.startswith(("rank/", "votes/", "rating/")) for name in row
         )
-        if any(not row[f"{dim}_valid"] for dim in dims) and len(self.failures) < _TOLD:
+        if any(not row[f"{dim}_valid"] for dim in dims) and len(self.failures) < _LISTED:
             self.failures.append(row)
         for dim in dims:
             score = row[dim]
@@ -63,13 +63,13 @@ class Findings:
                 _keep(worst, (-score, self.rows, entry))
 
     def places(self) -> set[Place]:
-        """The media that are shown."""
+        """Return the media that the page shows."""
         ends = itertools.chain.from_iterable(self.ends.values())
         return {entry[:2] for heap in ends for _, _, entry in heap}
 
 
 def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[str, Any]) -> Path:
-    """Go through the rows of a finished job once, then fetch the few media that are shown."""
+    """Write the page: read the rows of a finished job once, then the few media that it shows."""
     findings = Findings()
     for row in rows:
         findings.add(row)
@@ -80,7 +80,7 @@ def write(folder: Path, rows: Iterable[Row], dataset: Dataset, summary: Mapping[
 
 
 def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
-    """Small pictures of media, as data addresses; reads the dataset until it has them all."""
+    """Return small pictures of media as data addresses; reads the dataset until all are found."""
     found: dict[Place, str] = {}
     records = {record for record, _ in wanted}
     for record in dataset if wanted else ():
@@ -99,21 +99,26 @@ def thumbnails(dataset: Dataset, wanted: set[Place]) -> dict[Place, str]:
 def render(
     name: str, findings: Findings, pictures: Mapping[Place, str], summary: Mapping[str, Any]
 ) -> str:
-    """The page, self-contained."""
+    """Render the page, self-contained."""
     template = Path(__file__).with_name("page_template.html.j2").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     dims = [_dimension(dim, findings, pictures) for dim in findings.columns]
     return environment.from_string(template).render(
-        name=name, summary=summary, dims=dims, verdict=verdict(findings, summary),
-        correlations=correlation_chart(findings.columns), failures=list(failures(findings)),
-        judged_by_people=findings.judged_by_people, examples=EXAMPLES,
-    )  # fmt: skip
+        name=name,
+        summary=summary,
+        dims=dims,
+        verdict=verdict(findings, summary),
+        correlations=correlation_chart(findings.columns),
+        failures=list(failures(findings)),
+        judged_by_people=findings.judged_by_people,
+        examples=EXAMPLES,
+    )
 
 
 def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
-    """The outcome in a sentence or two."""
+    """Summarize the outcome in a sentence or two."""
     rows, failed = summary["rows"], summary["failed"]
     speed = summary.get("rows_per_second")
     text = f"{rows:,} media scored in {len(findings.columns)} dimensions"
@@ -123,13 +128,13 @@ def verdict(findings: Findings, summary: Mapping[str, Any]) -> str:
 
 
 def failures(findings: Findings) -> Iterator[dict[str, str]]:
-    """The first rows that failed, and why."""
+    """Yield the first rows that failed, and why."""
     for row in findings.failures:
         yield {"record": f"{row['record']}, medium {row['medium']}", "why": row["reason"] or ""}
 
 
 def histogram(scores: np.ndarray) -> str:
-    """How often which score, as an SVG data address."""
+    """Draw a histogram of scores, as an SVG data address."""
 
     def draw(axes: Any) -> None:
         axes.hist(scores, bins=min(40, max(5, len(np.unique(scores)))), color="#0072b2")
@@ -141,7 +146,10 @@ def histogram(scores: np.ndarray) -> str:
 
 
 def correlation_chart(columns: Mapping[str, Sequence[float]]) -> str:
-    """Spearman correlation of each two dimensions, over media valid in both; empty for one."""
+    """Draw Spearman correlations of all pairs of dimensions, over media valid in both.
+
+    The address of the SVG is empty if there is only one dimension.
+    """
     if len(columns) < 2:
         return ""
     scores = [torch.tensor(column, dtype=torch.float64) for column in columns.values()]
@@ -171,25 +179,32 @@ def _dimension(dim: str, findings: Findings, pictures: Mapping[Place, str]) -> d
     quantiles = [f"{q:.4g}" for q in np.quantile(known, (0.05, 0.5, 0.95))] if len(known) else []
     best, worst = findings.ends.get(dim, ([], []))
     return {
-        "name": dim, "valid": len(known), "rows": len(scores),
+        "name": dim,
+        "valid": len(known),
+        "rows": len(scores),
         "mean": f"{known.mean():.4g}" if len(known) else "-",
         "std": f"{known.std():.3g}" if len(known) else "-",
-        "quantiles": quantiles, "chart": histogram(known) if len(known) else "",
+        "quantiles": quantiles,
+        "chart": histogram(known) if len(known) else "",
         "ends": [("best", _shown(best, 1, pictures)), ("worst", _shown(worst, -1, pictures))],
-    }  # fmt: skip
+    }
 
 
 def _shown(heap: list, sign: int, pictures: Mapping[Place, str]) -> list[dict[str, str]]:
     ordered = sorted(heap, key=lambda entry: (-entry[0], -entry[1]))
     return [
-        {"score": f"{sign * score:.4g}", "prompt": prompt, "record": record,
-         "picture": pictures.get((record, medium), "")}
+        {
+            "score": f"{sign * score:.4g}",
+            "prompt": prompt,
+            "record": record,
+            "picture": pictures.get((record, medium), ""),
+        }
         for score, _, (record, medium, prompt) in ordered
-    ]  # fmt: skip
+    ]
 
 
 def _keep(heap: list, entry: tuple[float, int, Any]) -> None:
-    """The highest scores; of equal ones, the first that came."""
+    """Add an entry to a heap of the highest scores; among equal scores, the first stays."""
     score, row, what = entry
     if len(heap) < EXAMPLES:
         heapq.heappush(heap, (score, -row, what))

@@ -1,4 +1,4 @@
-"""From a medium to a row of the table: decoding it, scoring it with others, naming the columns."""
+"""Turns media into rows of the table: decodes them, scores them in batches, names the columns."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,21 @@ Column = str | int | float | bool | None
 
 @dataclass(frozen=True)
 class Item:
-    """One medium of a record, decoded, or the reason why it could not be."""
+    """Holds one decoded medium of a record, or the reason why it could not be decoded."""
 
     record: Record
     index: int
-    """Of the record in its dataset."""
+    """Index of the record in its dataset."""
     medium: int
-    """Of this medium in the record."""
+    """Index of this medium in the record."""
     clip: Clip | None = None
     references: Sequence[Float[Tensor, "3 h w"]] = ()
     reason: str = ""
+    """Why it could not be decoded; empty if it was."""
 
     @property
     def size(self) -> int:
-        """Bytes of its pixels."""
+        """Number of bytes of its pixels."""
         return self.clip.pixels.numel() if self.clip else 0
 
 
@@ -52,20 +53,23 @@ def _still(medium: Media) -> Float[Tensor, "3 h w"]:
 
 
 def assemble(items: Sequence[Item]) -> MediaBatch:
-    """Decoded items of one shape, all with frames per second or all without."""
+    """Stack decoded items of one shape; all of them know their frames per second, or none does."""
     clips = [item.clip for item in items if item.clip]
     rates = [clip.fps for clip in clips if clip.fps is not None]
     return MediaBatch(
         torch.stack([clip.pixels for clip in clips]).float() / 255,
-        [item.record.prompt for item in items], [item.record.metadata for item in items],
-        rates, [item.references for item in items], [item.index for item in items],
-    )  # fmt: skip
+        [item.record.prompt for item in items],
+        [item.record.metadata for item in items],
+        rates,
+        [item.references for item in items],
+        [item.index for item in items],
+    )
 
 
 def score(
     models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch
 ) -> list[dict[str, Column]]:
-    """A row for each item, with the columns of all models."""
+    """Score items; returns a row for each, with the columns of all models."""
     rows: list[dict[str, Column]] = [{} for _ in items]
     reasons: list[list[str]] = [[] for _ in items]
     for model in models:
@@ -86,7 +90,7 @@ def score(
 
 
 def unscored(models: Sequence[RewardModel], item: Item) -> dict[str, Column]:
-    """The row of an item that could not be decoded."""
+    """Return the row of an item that could not be decoded."""
     columns: dict[str, Column] = {}
     for model in models:
         columns |= _no_scores(model.spec)
@@ -94,12 +98,12 @@ def unscored(models: Sequence[RewardModel], item: Item) -> dict[str, Column]:
 
 
 def fingerprint(models: Sequence[RewardModel]) -> str:
-    """Of all models together: rows with different ones are not comparable."""
+    """Return the joint fingerprint of all models; rows with different ones are not comparable."""
     return "+".join(model.spec.fingerprint() for model in models)
 
 
 def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
-    """What the model would refuse as a batch is a reason of single rows here."""
+    """Return reasons for single items that would make the model refuse the whole batch."""
     together = Counter(item.index for item in items)
     reasons = {}
     for i, item in enumerate(items):
@@ -116,7 +120,7 @@ def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
 
 
 def _scored(model: RewardModel, batch: MediaBatch) -> list[tuple[dict[str, Column], str]]:
-    """Columns and reason of every sample; one that the model refuses fails alone."""
+    """Return columns and reason of every sample; one that the model refuses fails alone."""
     try:
         output = model.score(batch)
     except ValueError as error:
@@ -150,13 +154,20 @@ def _row(
     item: Item, reason: str, scores: Mapping[str, Column], models: Sequence[RewardModel]
 ) -> dict[str, Column]:
     record = item.record
-    said: dict[str, Column] = {}
+    labels: dict[str, Column] = {}
     for kind, by_dim in (
-        ("rank", record.ranks), ("votes", record.votes), ("rating", record.ratings)
-    ):  # fmt: skip
-        said |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
+        ("rank", record.ranks),
+        ("votes", record.votes),
+        ("rating", record.ratings),
+    ):
+        labels |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
     return {
-        "record": record.id, "medium": item.medium, "prompt": record.prompt,
+        "record": record.id,
+        "medium": item.medium,
+        "prompt": record.prompt,
         "path": record.media[item.medium].path if record.media else None,
-        "reason": reason or None, "fingerprint": fingerprint(models), **said, **scores,
-    }  # fmt: skip
+        "reason": reason or None,
+        "fingerprint": fingerprint(models),
+        **labels,
+        **scores,
+    }

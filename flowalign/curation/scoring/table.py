@@ -1,4 +1,4 @@
-"""Scores on disk: parts that appear whole or not at all, and the table they are merged into."""
+"""Stores scores on disk, in parts that are written atomically and merged into one table."""
 
 import fcntl
 import itertools
@@ -9,24 +9,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 Row = Mapping[str, Any]
 FORMATS = ("parquet", "jsonl")
 FIXED = {
-    "record": "string", "medium": "int64", "prompt": "string", "path": "string",
-    "reason": "string", "fingerprint": "string",
-}  # fmt: skip
+    "record": "string",
+    "medium": "int64",
+    "prompt": "string",
+    "path": "string",
+    "reason": "string",
+    "fingerprint": "string",
+}
 """Columns of every table, with their types."""
 _ROWS_AT_ONCE = 4096
 _DIGITS = 8
 
 
 class Parts:
-    """The rows of one block of records are one file, named after the block.
+    """Stores the rows of each block of records in one file, named after the block.
 
-    A part is written aside and renamed. So a kill loses the block in progress, a block that is
-    there is complete, and one that is scored twice is the same file.
+    A part is written aside and renamed. So a kill loses only the blocks in progress, an existing
+    block is complete, and scoring a block twice gives the same file.
     """
 
     def __init__(self, folder: Path):
@@ -39,16 +43,19 @@ class Parts:
     def write(self, block: int, rows: Sequence[Row]) -> None:
         """Save the rows of a block."""
         lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        with aside(self._path(block)) as partial, partial.open("w", encoding="utf-8") as file:
+        with (
+            atomic_write(self._path(block)) as partial,
+            partial.open("w", encoding="utf-8") as file,
+        ):
             file.writelines(lines)
             file.flush()
             os.fsync(file.fileno())
 
     def rows(self, blocks: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """The saved rows of these blocks, in order.
+        """Yield the saved rows of these blocks, in order.
 
         Raises:
-            ValueError: a block is missing.
+            ValueError: A block is missing.
         """
         for block in blocks:
             if block not in self:
@@ -57,7 +64,7 @@ class Parts:
                 yield from map(json.loads, file)
 
     def blocks(self) -> list[int]:
-        """Those that are there, in order."""
+        """Return the saved blocks, in order."""
         return sorted(int(path.stem) for path in self.folder.glob("*.jsonl"))
 
     def _path(self, block: int) -> Path:
@@ -66,10 +73,10 @@ class Parts:
 
 @contextmanager
 def alone(lock: Path) -> Iterator[None]:
-    """Hold a lock file; it is free again when the process ends, however it ends.
+    """Hold a lock file, which is released when the process ends, however it ends.
 
     Raises:
-        ValueError: another process holds it.
+        ValueError: Another process holds it.
     """
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
@@ -84,7 +91,7 @@ def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
     """Write the rows of all blocks, in order, to one .parquet or .jsonl file."""
     columns = _columns(parts.rows(blocks))
     rows = ({name: row.get(name) for name in columns} for row in parts.rows(blocks))
-    with aside(table) as partial:
+    with atomic_write(table) as partial:
         if table.suffix == ".parquet":
             _write_parquet(partial, rows, columns)
         else:
@@ -93,20 +100,24 @@ def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
 
 
 def _columns(rows: Iterator[Row]) -> dict[str, str]:
-    """Names and types: what people said of some rows is a column of all."""
+    """Return names and types of all columns; human labels of some rows are a column of all."""
     names = dict.fromkeys(name for row in rows for name in row)
-    said = sorted(name for name in names if name.partition("/")[0] in ("rank", "votes", "rating"))
-    scored = [name for name in names if name not in said and name not in FIXED]
+    labels = sorted(name for name in names if name.partition("/")[0] in ("rank", "votes", "rating"))
+    scored = [name for name in names if name not in labels and name not in FIXED]
     kinds = {name: "bool" if name.endswith("_valid") else "double" for name in scored}
-    return FIXED | dict.fromkeys(said, "double") | kinds
+    return FIXED | dict.fromkeys(labels, "double") | kinds
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    types = {"string": pyarrow.string(), "int64": pyarrow.int64(),
-             "double": pyarrow.float64(), "bool": pyarrow.bool_()}  # fmt: skip
+    types = {
+        "string": pyarrow.string(),
+        "int64": pyarrow.int64(),
+        "double": pyarrow.float64(),
+        "bool": pyarrow.bool_(),
+    }
     schema = pyarrow.schema([(name, types[kind]) for name, kind in columns.items()])
     with parquet.ParquetWriter(path, schema) as writer:
         while batch := list(itertools.islice(rows, _ROWS_AT_ONCE)):
@@ -114,7 +125,7 @@ def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) 
 
 
 def needs_pyarrow() -> None:
-    """Raise a ValueError where parquet cannot be written, before anything is scored."""
+    """Raise ValueError if parquet cannot be written, before anything is scored."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError as error:

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Encodes media and prompts once, and caches the results on disk."""

@@ -1,6 +1,6 @@
-"""Latents of media and embeddings of prompts: computed once, kept in a folder, read by the row.
+"""Caches latents of media and embeddings of prompts: computed once, stored in a folder.
 
-<folder>/<encoder>/ is a `Store`: of media by their content, of prompts by their text.
+<folder>/<encoder>/ is a `TensorCache`, keyed by the content of media or by the text of prompts.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor
 
 from flowalign.data.latents.latent_files import is_latent, read_latent
-from flowalign.data.latents.tensor_store import Key, Keys, Store
+from flowalign.data.latents.tensor_store import Key, Keys, TensorCache
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.media.decode import MediaProblem, decode, digest
@@ -23,12 +23,12 @@ from flowalign.types import Cond, Policy
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
-"""So many are read before they are encoded, by all processes together: their bytes stay in memory
-until then."""
+"""Media that are read before all processes encode them together; until then their bytes stay in
+memory."""
 
 
-class Latents:
-    """Clean latents of media under a loaded policy, by the content of their files."""
+class LatentCache:
+    """Caches clean latents of media under a loaded policy, keyed by the content of their files."""
 
     def __init__(
         self,
@@ -39,25 +39,29 @@ class Latents:
         batch: int = 8,
         processes: Processes = ALONE,
     ):
-        """`dtype` is what is kept, `max_frames` how many evenly spaced frames of a video, null: as
-        many at such a rate as the policy makes; `batch` goes at once."""
+        """Open the cache for a policy.
+
+        Latents are stored in `dtype`. `max_frames` evenly spaced frames of a video are encoded;
+        None: the first at the policy's rate, as many as it makes. `batch` media go at once.
+        """
         self.policy, self.dtype, self.max_frames, self.batch = policy, dtype, max_frames, batch
-        self.store = Store(folder / self.encoder if folder else None, processes)
+        self.store = TensorCache(folder / self.encoder if folder else None, processes)
         self.num_encoded = 0
-        """Latents that were computed, not found."""
+        """Number of latents that were computed, not found in the cache."""
         self.num_stored = 0
-        """Latents that the dataset holds itself."""
+        """Number of latents that the dataset itself holds as files."""
         self._digests: dict[str, bytes] = {}
 
     @cached_property
     def encoder(self) -> str:
-        """What identifies the encoder; to find it, weights are read."""
+        """Identifier of the policy's media encoder; weights are read to find it."""
         return self.policy.encoders()[0]
 
     def prepare(self, media: Sequence[Media], flips: bool) -> dict[int, str]:
-        """Encode what is missing, with flips also mirrored left to right; why media have no latent.
+        """Encode the media that are missing; returns, by index, why media have no latent.
 
-        Best called with many: what one call encodes shares files.
+        With `flips`, their mirror images (left to right) are encoded too. Latents of one call share
+        files, so pass many media at once.
         """
         failed: dict[int, str] = {}
         keys: dict[int, Keys] = {}
@@ -72,19 +76,19 @@ class Latents:
         }
 
     def identified(self, medium: Media) -> Media:
-        """The medium with its digest. A file is read once.
+        """Return the medium with its digest; a file is read only once.
 
         Raises:
-            ValueError: it has neither a path nor data.
-            OSError: the file cannot be read.
+            ValueError: The medium has neither a path nor data.
+            OSError: The file cannot be read.
         """
         return replace(medium, digest=self._digest(medium).hex())
 
     def read(self, media: Sequence[Media], flipped: Sequence[bool]) -> Float[Tensor, "n *latent"]:
-        """Latents of prepared media, mirrored where `flipped`, in float32 on the CPU.
+        """Return latents of prepared media, mirrored where `flipped`, in float32 on the CPU.
 
         Raises:
-            ValueError: one was not prepared, or they differ in shape.
+            ValueError: A medium was not prepared, or latents differ in shape.
         """
         keys = [self._key(medium, flip) for medium, flip in zip(media, flipped, strict=True)]
         for key in self.store.missing(keys):
@@ -108,7 +112,7 @@ class Latents:
         return self._digests[medium.path]
 
     def _encode(self, todo: Sequence[tuple[Keys, Media]]) -> dict[Key, str]:
-        """Put latents of media, those of one shape together; why some have none."""
+        """Encode media of one shape together and store their latents; returns why some failed."""
         parts = [todo[i : i + self.batch] for i in range(0, len(todo), self.batch)]
         ahead = prefetched(lambda n: self._decode(parts[n]), range(len(parts)), ahead=2)
         broken: dict[Key, str] = {}
@@ -130,7 +134,7 @@ class Latents:
         return broken
 
     def _decode(self, part: Sequence[tuple[Keys, Media]]) -> dict[Key, Tensor | str]:
-        """Frames in 8 bits, or a latent, or why there is neither."""
+        """Decode media to 8-bit frames, or read their latents; a string says why that failed."""
         found: dict[Key, Tensor | str] = {}
         for keys, medium in part:
             try:
@@ -150,7 +154,7 @@ class Latents:
         return decode(medium, fps=self.policy.fps, num_frames=self.policy.num_frames).pixels
 
     def _adopted(self, medium: Media, flips: bool) -> Float[Tensor, "*latent"]:
-        """A latent that lies in a file. MediaProblem where it is not one of this policy."""
+        """Read a latent from its file; raises MediaProblem if this policy cannot train on it."""
         if flips or self.max_frames:
             raise MediaProblem(
                 f"latent that cannot be changed: {medium.path}; set data.flip to 0 and "
@@ -181,22 +185,22 @@ class Latents:
         return broken
 
 
-class Intake:
-    """Has media encoded while they are read, so that the bytes of only some are in memory."""
+class EncodeQueue:
+    """Encodes media while a dataset is read, so that only some of their bytes are in memory."""
 
-    def __init__(self, latents: Latents, flips: bool):
+    def __init__(self, latents: LatentCache, flips: bool):
         self.latents, self.flips = latents, flips
         self.failed: dict[Media, str] = {}
-        """Why media have no latent; complete after `finish`."""
+        """Maps media to why they have no latent; complete after `finish`."""
         self._known: dict[Media, Media] = {}
         self._waiting: dict[Media, Media] = {}
 
     def take(self, medium: Media) -> Media:
-        """The medium without its bytes, the same one each time, and to be encoded."""
+        """Queue a medium for encoding; returns it without its bytes, the same object each time."""
         try:
             found = self.latents.identified(medium)
         except (OSError, ValueError):
-            found = medium  # which `prepare` will say
+            found = medium  # `prepare` will report it
         kept = replace(found, data=None)
         if kept not in self._known:
             self._known[kept], self._waiting[kept] = kept, found
@@ -205,34 +209,34 @@ class Intake:
         return self._known[kept]
 
     def finish(self) -> None:
-        """Encode what is waiting. All processes must call this alike."""
+        """Encode the queued media. Every process must call it equally often."""
         kept = list(self._waiting)
         failed = self.latents.prepare(list(self._waiting.values()), self.flips)
         self.failed |= {kept[i]: why for i, why in failed.items()}
         self._waiting.clear()
 
 
-class Texts:
-    """What a loaded policy makes of prompts."""
+class PromptEmbeddingCache:
+    """Caches the conditioning that a loaded policy computes from prompts."""
 
     def __init__(
         self, policy: Policy, folder: Path | None, batch: int = 32, processes: Processes = ALONE
     ):
-        """`batch` prompts are encoded at once."""
+        """Open the cache for a policy; `batch` prompts are encoded at once."""
         self.policy, self.batch = policy, batch
-        self.store = Store(folder / policy.encoders()[1] if folder else None, processes)
+        self.store = TensorCache(folder / policy.encoders()[1] if folder else None, processes)
         self.num_encoded = 0
-        """Prompts that were computed, not found."""
+        """Number of prompts that were encoded, not found in the cache."""
 
     def prepare(self, prompts: Sequence[str]) -> None:
-        """Encode what is missing. Best called with many: what one call encodes shares files."""
+        """Encode the prompts that are missing; those of one call share files, so pass many."""
         self.store.fill({(self._key(prompt),): prompt for prompt in prompts}, self._encode)
 
     def read(self, prompts: Sequence[str]) -> Cond:
-        """Conditioning of prepared prompts, one row for each, on the CPU, in the policy's dtype.
+        """Return one row of conditioning per prepared prompt, on the CPU, in the policy's dtype.
 
         Raises:
-            ValueError: one was not prepared.
+            ValueError: A prompt was not prepared.
         """
         keys = [self._key(prompt) for prompt in prompts]
         for key in self.store.missing(keys):
@@ -244,7 +248,7 @@ class Texts:
 
     @torch.no_grad()
     def _encode(self, todo: Sequence[tuple[Keys, str]]) -> dict[Key, str]:
-        """Put the conditions of prompts; all have some."""
+        """Encode prompts and store their conditioning; none fails, so the result is empty."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
                 encoded = self.policy.encode([prompt for _, prompt in some])

@@ -1,6 +1,6 @@
-"""Clean latents as files, with the encoder that they belong to: media that are trained on as is.
+"""Reads and writes clean latents as files that name their encoder and are trained on as they are.
 
-What a policy made itself need not go through its decoder, a video codec and its encoder.
+Latents that a policy generated skip its decoder, a video codec and its encoder.
 """
 
 from collections.abc import Iterator
@@ -15,27 +15,27 @@ from torch import Tensor
 
 from flowalign.media.decode import MediaProblem
 from flowalign.media.media import Media
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 _NAME, _ENCODER = "latent", "encoder"
 
 
 def is_latent(medium: Media) -> bool:
-    """Whether its file holds a latent, by the name."""
+    """Return whether the name of its file says that it holds a latent."""
     return medium.path is not None and medium.path.endswith(".safetensors")
 
 
 def save_latent(path: Path, latent: Float[Tensor, "*latent"], encoder: str) -> None:
-    """Write a latent aside and rename it; `encoder` is the first of `Policy.encoders`."""
-    with aside(path) as partial:
+    """Write a latent to a temporary file and rename it; `encoder` is `Policy.encoders()[0]`."""
+    with atomic_write(path) as partial:
         save_file({_NAME: latent.detach().cpu().contiguous()}, partial, {_ENCODER: encoder})
 
 
 def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
-    """The latent of a file.
+    """Read the latent of a file.
 
     Raises:
-        MediaProblem: it is missing or damaged, or belongs to another encoder.
+        MediaProblem: The file is missing or damaged, or belongs to another encoder.
     """
     with _opened(path) as file:
         found = (file.metadata() or {}).get(_ENCODER)
@@ -47,10 +47,10 @@ def read_latent(path: str, encoder: str) -> Float[Tensor, "*latent"]:
 
 
 def latent_shape(path: str) -> tuple[int, int, int]:
-    """Width, height and frames of a latent, without reading it.
+    """Return width, height and frames of a latent from the file's header.
 
     Raises:
-        MediaProblem: the file is damaged, or holds no latent of a clip.
+        MediaProblem: The file is damaged, or holds no latent of a clip.
     """
     with _opened(path) as file:
         shape = file.get_slice(_NAME).get_shape()

@@ -1,4 +1,4 @@
-"""Rows of tensors by key: computed once by one of all processes, kept in a folder, read by the row.
+"""Caches rows of tensors by key: computed once by one of all processes, stored in a folder.
 
 <folder>/<hash of its keys>.safetensors holds up to 256 rows and about 64 MiB: `key`, a SHA-256 of
 what was encoded and how, and the tensors. Files are written aside and renamed, and never changed:
@@ -26,20 +26,20 @@ BYTES_PER_FILE = 1 << 26
 
 Key = bytes
 Keys = tuple[Key, ...]
-"""Of the rows that are made of one thing."""
+"""Keys of the rows that are computed from one input, such as a picture and its mirror image."""
 Row = Mapping[str, Tensor]
 T = TypeVar("T")
 
 
-class Store:
-    """Rows of tensors by key, in a folder or, without one, in memory."""
+class TensorCache:
+    """Caches rows of tensors by key, in a folder or, without one, in memory."""
 
     def __init__(self, folder: Path | None, processes: Processes = ALONE):
         self.folder, self.processes = folder, processes
         self.num_found = 0
-        """Rows that were there before they were to be filled in."""
+        """Number of rows that `fill` found in the cache."""
         self.num_damaged = 0
-        """Files that this process found unreadable and deleted; their rows are missing."""
+        """Number of files that this process found unreadable and deleted, with their rows."""
         self._places: dict[Key, tuple[Mapping[str, Tensor], int]] = {}
         self._mapped: set[str] = set()
         self._pending: dict[tuple, dict[Key, Row]] = {}
@@ -47,7 +47,7 @@ class Store:
             folder.mkdir(parents=True, exist_ok=True)
 
     def missing(self, keys: Sequence[Key]) -> list[Key]:
-        """Those that neither this process nor another has written."""
+        """Return the keys that neither this process nor another has written."""
         if any(key not in self._places for key in keys):
             self._refresh()
         return [key for key in keys if key not in self._places]
@@ -57,10 +57,10 @@ class Store:
         wanted: Mapping[Keys, T],
         compute: Callable[[Sequence[tuple[Keys, T]]], dict[Key, str]],
     ) -> dict[Key, str]:
-        """Have missing rows computed, those of one thing together; why some are still missing.
+        """Compute the missing rows, those of one input together; returns why some still miss.
 
-        `compute` puts rows of the keys that it is given. Processes that share a folder share what
-        all of them together miss, and wait for one another; all of them must call this.
+        `compute` puts the rows of the keys that it is given. Processes that share a folder divide
+        what they miss among themselves and wait for one another; all of them must call this.
         """
         keys = list(dict.fromkeys(chain(*wanted)))
         absent = dict.fromkeys(self.missing(keys))
@@ -71,10 +71,10 @@ class Store:
         mine = self.processes.share(todo) if self.folder else todo
         broken = self.processes.merged(compute(mine))
         unseen = self.missing([key for key in keys if key not in broken])
-        return broken | compute(_lacking(wanted, unseen))  # of a file system that is slow to tell
+        return broken | compute(_lacking(wanted, unseen))  # a slow file system may hide new files
 
     def put(self, key: Key, row: Row) -> None:
-        """Keep a row. It is written and can be read when its file is full, or after `flush`."""
+        """Add a row. It is written, and can be read, once its file is full or after `flush`."""
         kind = tuple((name, value.dtype, value.shape) for name, value in row.items())
         alike = self._pending.setdefault(kind, {})
         alike[key] = row
@@ -83,12 +83,16 @@ class Store:
             self._write(self._pending.pop(kind))
 
     def flush(self) -> None:
-        """Write what was put."""
+        """Write the rows that were put and do not yet fill a file."""
         while self._pending:
             self._write(self._pending.popitem()[1])
 
     def read(self, keys: Sequence[Key]) -> dict[str, Tensor]:
-        """Rows in the order of their keys, all of which were put. ValueError if shapes differ."""
+        """Return rows in the order of their keys, all of which were written.
+
+        Raises:
+            ValueError: Rows differ in shape.
+        """
         places = [self._places[key] for key in keys]
         kinds = {tuple((name, *t.shape[1:]) for name, t in table.items()) for table, _ in places}
         if len(kinds) > 1:
@@ -109,16 +113,16 @@ class Store:
             self._index(list(rows), table)
             return
         joined = b"".join(rows)
-        aside = self.folder / f".{uuid.uuid4().hex}.tmp"
+        partial = self.folder / f".{uuid.uuid4().hex}.tmp"
         file = self.folder / f"{hashlib.sha256(joined).hexdigest()[:32]}.safetensors"
         keys = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(rows), -1)
         try:
-            save_file({"key": keys, **table}, aside)
-            aside.replace(file)
+            save_file({"key": keys, **table}, partial)
+            partial.replace(file)
         except SafetensorError as error:  # how safetensors reports a full disk
             raise OSError(str(error)) from error
         finally:
-            aside.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
         self._map(file)
 
     def _map(self, file: Path) -> None:
@@ -145,7 +149,7 @@ class Store:
 
 
 def _lacking(wanted: Mapping[Keys, T], absent: Iterable[Key]) -> list[tuple[Keys, T]]:
-    """What rows are missing of, with their keys."""
+    """Return the inputs that have missing rows, with the keys of these rows."""
     gone = set(absent)
     found = ((tuple(key for key in keys if key in gone), one) for keys, one in wanted.items())
     return [(keys, one) for keys, one in found if keys]

@@ -1,1 +1,1 @@
-"""TODO room."""
+"""Validates, weights, samples and collates preference data: pairs, and samples with labels."""

@@ -1,4 +1,4 @@
-"""Media with good and bad attributes: what an expert, told these, would make of each.
+"""Reads media with texts of good and bad attributes, for target-DPO with an expert.
 
 Source: CPO, arXiv:2601.04300, whose loss could not be read: a reconstruction. A medium is compared
 with itself; its winner is to be matched to the expert's velocity for the prompt and the good
@@ -6,7 +6,7 @@ attributes, its loser to that for the bad ones.
 """
 
 from flowalign.data.preference.convert import Keep
-from flowalign.data.preference.dropped import Tally
+from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.data.readers import open_dataset
 from flowalign.data.records import Record
@@ -17,21 +17,21 @@ _NAMES = ("positive", "negative")
 
 def read_attributes(
     path: str, schema: str, root: str | None, keep: Keep
-) -> tuple[list[Pair], Tally]:
-    """A pair for each medium whose row has texts `positive` and `negative`, and what was dropped.
+) -> tuple[list[Pair], DropReport]:
+    """Read a pair for each medium whose row has texts `positive` and `negative`; report the rest.
 
     Raises:
-        ValueError: there is no such dataset.
+        ValueError: The dataset does not exist.
     """
-    pairs, tally = [], Tally()
+    pairs, report = [], DropReport()
     for where, record in open_dataset(path, schema, root).located():
         if record.problem:
-            tally.add(record.problem)
+            report.add(record.problem)
         elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
-            tally.add("no texts positive and negative", where)
+            report.add("no texts positive and negative", where)
         else:
             pairs += [_pair(record, keep(record.media[i]), where) for i in range(len(record.media))]
-    return pairs, tally
+    return pairs, report
 
 
 def _pair(record: Record, medium: Media, where: str) -> Pair:

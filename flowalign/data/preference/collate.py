@@ -1,4 +1,4 @@
-"""Pairs and samples to examples: latents, conditioning, scores, segments and masks as tensors."""
+"""Collates pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from flowalign.data.latents.encode_once import Latents, Texts
+from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.pairs import Pair, Sample
-from flowalign.types import Cond, Examples, Known
+from flowalign.types import Cond, Examples, Label
 
 
 @dataclass(frozen=True)
-class Columns:
-    """What some pair or sample of a dataset has; all its batches then have it."""
+class BatchFields:
+    """Says which optional fields every batch of a dataset has: those of any pair or sample."""
 
     segments: bool
     masks: bool
@@ -25,86 +25,98 @@ class Columns:
     targets: bool
     users: bool
     scores: Sequence[str]
-    """Dimensions."""
+    """Names of the scored dimensions, sorted."""
 
     @classmethod
-    def of(cls, units: Sequence[Pair | Sample]) -> "Columns":
-        """Of a whole dataset: a batch alone does not tell."""
-        pairs = [unit for unit in units if isinstance(unit, Pair)]
-        rows = [row for unit in units for row in rows_of(unit)]
+    def of(cls, examples: Sequence[Pair | Sample]) -> "BatchFields":
+        """Collect the fields of a whole dataset; a single batch may lack what others have."""
+        pairs = [example for example in examples if isinstance(example, Pair)]
+        samples = [sample for example in examples for sample in samples_of(example)]
         return cls(
-            any(pair.segments for pair in pairs), any(pair.mask for pair in pairs),
-            any(row.weight_map for row in rows), any(pair.targets for pair in pairs),
-            any(unit.user for unit in units),
-            sorted({dimension for row in rows for dimension in row.scores}),
-        )  # fmt: skip
+            any(pair.segments for pair in pairs),
+            any(pair.mask for pair in pairs),
+            any(sample.weight_map for sample in samples),
+            any(pair.targets for pair in pairs),
+            any(example.user for example in examples),
+            sorted({dimension for sample in samples for dimension in sample.scores}),
+        )
 
-    def check(self, needs: Set[Known], path: str) -> None:
-        """Raise ValueError where a loss needs what no pair has."""
-        for known, there in (("segments", self.segments), ("masks", self.masks)):
-            if known in needs and not there:
-                raise ValueError(f"recipe.loss needs {known}; no pair of {path} has any")
+    def check(self, requires: Set[Label], path: str) -> None:
+        """Raise ValueError if a loss requires segments or masks that no pair has."""
+        for label, present in (("segments", self.segments), ("masks", self.masks)):
+            if label in requires and not present:
+                raise ValueError(f"recipe.loss needs {label}; no pair of {path} has any")
 
 
-class Builder:
-    """Makes examples of what has been encoded.
+class Collator:
+    """Collates cached latents and embeddings into `Examples`.
 
-    What a batch lacks and other batches have is filled: segments in which the winner is better,
-    masks and weight maps of 1, scores of NaN, users that nobody knows.
+    Optional fields that only some rows have get neutral defaults: winner-preferred segments, masks
+    and weight maps of 1, NaN scores, empty users.
     """
 
-    def __init__(self, latents: Latents, texts: Texts, columns: Columns):
-        self.latents, self.texts, self.columns = latents, texts, columns
+    def __init__(self, latents: LatentCache, texts: PromptEmbeddingCache, fields: BatchFields):
+        self.latents, self.texts, self.fields = latents, texts, fields
 
     def build(
         self,
-        units: Sequence[Pair | Sample],
+        examples: Sequence[Pair | Sample],
         flips: Sequence[bool] | None = None,
-        silent: Sequence[bool] | None = None,
-        anonymous: Sequence[bool] | None = None,
+        drop_prompt: Sequence[bool] | None = None,
+        drop_user: Sequence[bool] | None = None,
     ) -> Examples:
-        """All pairs, or all samples; `flips` are mirrored, `silent` ones lose their prompt,
-        `anonymous` ones their user."""
-        pairs = [unit for unit in units if isinstance(unit, Pair)]
-        rows = [row for side in zip(*map(rows_of, units), strict=True) for row in side]
-        copies, has = len(rows) // len(units), self.columns
-        mirrored = [*(flips or [False] * len(units))] * copies
-        hushed = [*(silent or [False] * len(units))] * copies
-        prompts = ["" if quiet else row.prompt for row, quiet in zip(rows, hushed, strict=True)]
-        latents = self.latents.read([row.media for row in rows], mirrored)
-        labels = [True] * len(pairs) + [False] * len(pairs) if pairs else [
-            row.desirable is not False for row in rows
-        ]  # fmt: skip
+        """Collate pairs, or samples, but not both.
+
+        One flag per example: `flips` mirrors it left to right, `drop_prompt` empties its prompt,
+        `drop_user` its user.
+        """
+        pairs = [example for example in examples if isinstance(example, Pair)]
+        samples = [
+            sample for side in zip(*map(samples_of, examples), strict=True) for sample in side
+        ]
+        sides, has = len(samples) // len(examples), self.fields
+        mirrored = [*(flips or [False] * len(examples))] * sides
+        drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
+        prompts = ["" if drop else s.prompt for s, drop in zip(samples, drop_prompt, strict=True)]
+        latents = self.latents.read([sample.media for sample in samples], mirrored)
+        labels = (
+            [True] * len(pairs) + [False] * len(pairs)
+            if pairs
+            else [sample.desirable is not False for sample in samples]
+        )
         return Examples(
-            latents=latents, cond=self.texts.read(prompts), paired=bool(pairs),
-            weight=torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(rows)),
-            desirable=torch.tensor(labels), scores=_scores(rows, has.scores),
+            latents=latents,
+            cond=self.texts.read(prompts),
+            paired=bool(pairs),
+            weight=torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
+            desirable=torch.tensor(labels),
+            scores=_scores(samples, has.scores),
             segments=_segments(pairs, latents) if has.segments else None,
             mask=_maps([p.mask for p in pairs] * 2, latents, mirrored) if has.masks else None,
             mask_strength=torch.tensor([p.mask_strength for p in pairs] * 2) if has.masks else None,
-            weight_map=_weight_maps(rows, latents, mirrored) if has.weight_maps else None,
-            users=_users(units, anonymous) * copies if has.users else [],
+            weight_map=_weight_maps(samples, latents, mirrored) if has.weight_maps else None,
+            users=_users(examples, drop_user) * sides if has.users else [],
             expert_cond=self._expert_cond(pairs) if has.targets else None,
-        )  # fmt: skip
+        )
 
     def _expert_cond(self, pairs: Sequence[Pair]) -> Cond:
-        """Of the targets of winners, then of losers."""
+        """Read the conditioning of the winners' targets, then of the losers'."""
         targets = [pair.targets for pair in pairs if pair.targets]
         assert len(targets) == len(pairs), "some pairs are matched to an expert, others to data"
         return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
 
 
-def rows_of(unit: Pair | Sample) -> tuple[Sample, ...]:
-    """Winner and loser of a pair, a sample alone."""
-    return (unit.chosen, unit.rejected) if isinstance(unit, Pair) else (unit,)
+def samples_of(example: Pair | Sample) -> tuple[Sample, ...]:
+    """Return winner and loser of a pair, or a sample alone."""
+    return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
 
 
-def _scores(rows: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[Tensor, "n"]]:
-    return {d: torch.tensor([row.scores.get(d, torch.nan) for row in rows]) for d in dims}
+def _scores(samples: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[Tensor, "n"]]:
+    return {d: torch.tensor([sample.scores.get(d, torch.nan) for sample in samples]) for d in dims}
 
 
 def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
-    """Labels of latent frames; pairs without segments are labelled 1 throughout."""
+    """Label every latent frame; a pair without segments is labelled 1 throughout."""
     frames = latents.shape[2] if latents.ndim == 5 else 1
     labels = torch.zeros(len(pairs), frames)
     for row, pair in zip(labels, pairs, strict=True):
@@ -120,24 +132,24 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
     return labels
 
 
-def _users(units: Sequence[Pair | Sample], anonymous: Sequence[bool] | None) -> list[str]:
-    """Whose judgement each is; "" where nobody is known, or is to be."""
-    hidden = anonymous or [False] * len(units)
-    return ["" if hide else unit.user for unit, hide in zip(units, hidden, strict=True)]
+def _users(examples: Sequence[Pair | Sample], drop_user: Sequence[bool] | None) -> list[str]:
+    """Return who judged each example; "" where that is unknown or dropped."""
+    dropped = drop_user or [False] * len(examples)
+    return ["" if drop else example.user for example, drop in zip(examples, dropped, strict=True)]
 
 
 def _weight_maps(
-    rows: Sequence[Sample], latents: Tensor, mirrored: Sequence[bool]
+    samples: Sequence[Sample], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
-    """Of mean 1 in every row."""
-    maps = _maps([row.weight_map for row in rows], latents, mirrored)
+    """Return the weight map of every sample, scaled to mean 1."""
+    maps = _maps([sample.weight_map for sample in samples], latents, mirrored)
     return maps / maps.flatten(1).mean(1).reshape(-1, *[1] * (maps.ndim - 1))
 
 
 def _maps(
     files: Sequence[str | None], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
-    """Maps on the grid of the latents, one channel; 1 everywhere where there is no file."""
+    """Read maps onto the grid of the latents, one channel each; a missing file gives ones."""
     grid = latents.shape[2:]
     maps = torch.ones(len(files), 1, *grid)
     for row, file, flip in zip(maps, files, mirrored, strict=True):
@@ -148,10 +160,10 @@ def _maps(
 
 
 def read_map(file: str, grid: tuple[int, ...]) -> Float[Tensor, "1 *grid"]:
-    """The one tensor of a safetensors file, [h, w] or [frames, h, w], averaged onto a grid.
+    """Read the one tensor of a safetensors file, [h, w] or [frames, h, w], averaged onto a grid.
 
     Raises:
-        ValueError: it holds something else, or nothing but zeros.
+        ValueError: The file holds something else, or only zeros.
     """
     if Path(file).suffix != ".safetensors" or not Path(file).is_file():
         raise ValueError(f"map {file!r} is not a safetensors file that exists")

@@ -1,28 +1,32 @@
-"""What could not be used, and why."""
+"""Counts what could not be used of a dataset, and why."""
 
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 NAMED = 5
-"""Examples kept of every kind of problem."""
-ORDINARY = {
-    "tie", "no answer", "single medium", "neither liked nor disliked",
-    "repeated pair", "repeated medium",
-}  # fmt: skip
-"""Kinds that published datasets hold by design; every other one is a fault of the row."""
+"""Occurrences that are named for every kind of problem."""
+EXPECTED = {
+    "tie",
+    "no answer",
+    "single medium",
+    "neither liked nor disliked",
+    "repeated pair",
+    "repeated medium",
+}
+"""Kinds that published datasets hold by design; every other kind is an error of the row."""
 
 
 @dataclass
-class Tally:
+class DropReport:
     """Counts what was dropped, by the kind of problem, and names the first few."""
 
     dropped: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """File and row, and the details."""
+    """First occurrences of each kind: file and row, then the details."""
 
     def add(self, problem: str, where: str = "") -> None:
-        """Count one problem: its kind, and after a colon the details."""
+        """Count one problem: its kind, a colon, and the details."""
         kind, _, details = problem.partition(": ")
         self.dropped[kind] += 1
         named = self.examples.setdefault(kind, [])
@@ -31,23 +35,23 @@ class Tally:
 
     @property
     def total(self) -> int:
-        """All that were dropped."""
+        """Number of everything that was dropped."""
         return self.dropped.total()
 
     @property
     def unusable(self) -> int:
-        """Those dropped for a fault: all but the ordinary ones."""
-        return self.total - sum(self.dropped[kind] for kind in ORDINARY)
+        """Number of those dropped for an error: all but the expected kinds."""
+        return self.total - sum(self.dropped[kind] for kind in EXPECTED)
 
     def lines(self) -> list[str]:
-        """For a message, one a kind: faults before what is ordinary, the most frequent first."""
-        faults_first = sorted(self.dropped.most_common(), key=lambda item: item[0] in ORDINARY)
+        """Return one line per kind: errors before expected kinds, the most frequent first."""
+        errors_first = sorted(self.dropped.most_common(), key=lambda item: item[0] in EXPECTED)
         return [
-            f"{count:,} {kind}: {'; '.join(self.examples[kind])}" for kind, count in faults_first
+            f"{count:,} {kind}: {'; '.join(self.examples[kind])}" for kind, count in errors_first
         ]
 
     def summary(self) -> dict[str, Any]:
-        """For a file."""
+        """Return counts and first occurrences by kind, ready for JSON."""
         return {
             kind: {"count": count, "first": self.examples[kind]}
             for kind, count in self.dropped.most_common()

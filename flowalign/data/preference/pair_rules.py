@@ -1,4 +1,7 @@
-"""Which media that answer one prompt are compared: of rollouts, and by `flowalign pairs`."""
+"""Rules that choose winners and losers among media of one prompt.
+
+They pair the rollouts of online DPO and the scored media of `flowalign pairs`.
+"""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -17,42 +20,40 @@ class Rule(ABC):
 
     @abstractmethod
     def most(self, num_samples: int) -> int:
-        """The most pairs that it makes of so many samples."""
+        """Return the largest number of pairs that `num_samples` samples of a prompt can give."""
 
     @abstractmethod
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        """Winners and losers; samples whose scores are NaN take no part."""
+        """Return the indices of winners and losers; samples whose scores are NaN are left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BestWorst(Rule):
-    """The best against the worst, unless they are equal: online DPO as Flow-GRPO has it."""
+    """Pairs the best with the worst, unless they are equal: online DPO as Flow-GRPO has it."""
 
     count: int = 1
-    """And so many pairs in all: the second best against the second worst, and so on."""
+    """Pairs per prompt: best against worst, second best against second worst, and so on."""
     min_gap: float = 0.0
-    """Of their totals."""
+    """Smallest difference between the weighted sums of rewards of a pair."""
 
     def __post_init__(self) -> None:
-        """Refuse what pairs nothing."""
+        """Refuse numbers that give no pair."""
         pairing.check_margin("rule.min_gap", self.min_gap)
         if self.count < 1:
             raise ValueError(f"rule.count is {self.count}; it must be at least 1")
 
     @override
     def most(self, num_samples: int) -> int:
-        """As many, if there are samples for them."""
         return min(self.count, num_samples // 2)
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        """The extremes of the total."""
         return pairing.extremes(total, self.count, self.min_gap)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap(Rule):
-    """All pairs whose totals are at least `min_gap` apart."""
+    """Pairs all samples whose weighted sums of rewards are at least `min_gap` apart."""
 
     min_gap: float = 0.0
 
@@ -62,25 +63,24 @@ class Gap(Rule):
 
     @override
     def most(self, num_samples: int) -> int:
-        """All of them."""
         return num_samples * (num_samples - 1) // 2
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        """By the total."""
         return pairing.over_gap(total, self.min_gap)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dominance(Rule):
-    """MPO: the winner is worse in no dimension, and its total better by `min_gap`.
+    """Pairs by dominance (MPO): a winner is worse in no dimension, and better in its weighted sum.
 
     Source: VisionReward, arXiv:2412.21059.
     """
 
     min_gap: float = 0.0
+    """Smallest difference between the weighted sums of rewards of a pair."""
     tolerance: float = 0.0
-    """By how much it may be worse in one."""
+    """How much worse a winner may be in one dimension, in units of its score."""
 
     def __post_init__(self) -> None:
         """Refuse numbers that no pair can have."""
@@ -89,10 +89,8 @@ class Dominance(Rule):
 
     @override
     def most(self, num_samples: int) -> int:
-        """All of them."""
         return num_samples * (num_samples - 1) // 2
 
     @override
     def pairs(self, scores: Float[Tensor, "K R"], total: Float[Tensor, "K"]) -> Indices:
-        """By every dimension."""
         return pairing.dominating(scores, total, self.tolerance, self.min_gap)

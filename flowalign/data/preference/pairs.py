@@ -1,4 +1,4 @@
-"""TODO module docstring."""
+"""Preference data as read from a dataset: pairs, their two samples, and labelled segments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,57 +8,74 @@ from flowalign.media.media import Media
 
 @dataclass(frozen=True)
 class Sample:
-    """One medium that answers a prompt, and what is known of it."""
+    """Holds one medium that answers a prompt, with its scores and labels."""
 
     prompt: str
     media: Media
     scores: Mapping[str, float] = field(default_factory=dict)
-    """By dimension, higher is better."""
+    """Score per dimension; higher is better."""
     desirable: bool | None = None
-    """A person's thumb up or down, where there is one."""
+    """A person's thumb up (true) or down (false); null: not judged."""
     user: str = ""
-    """Who judged it."""
+    """Identifier of the person who judged it; empty: unknown."""
     weight_map: str | None = None
     """A safetensors file with the importance of every place, see `functional.matching`."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Latent frames start to stop of a pair, and which medium is better there."""
+    """Labels the latent frames [start, stop) of a pair with the medium that is better there."""
 
     start: int
     stop: int
     label: int
-    """1: the chosen one, -1: the rejected one, 0: neither."""
+    """1: the chosen medium, -1: the rejected one, 0: neither."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two media that answer one prompt, one of them preferred."""
+    """Holds two media that answer one prompt, one of them preferred."""
 
     chosen: Sample
     rejected: Sample
     dimension: str = "overall"
-    """In which it is preferred."""
+    """Dimension in which it is preferred."""
     gap: float | None = None
-    """By how much, in units of the score that decided."""
+    """Lead of the chosen medium, in units of the score that decided; null: unknown."""
     weight: float = 1.0
-    """Multiplies its loss."""
+    """Factor of the pair's loss."""
     stage: int = 0
-    """Of a curriculum; earlier ones are easier."""
+    """Stage of a curriculum; earlier ones are easier."""
     segments: Sequence[Segment] = ()
     mask: str | None = None
     """A safetensors file that says where the two differ, see `functional.matching`."""
     mask_strength: float = 1.0
-    """Multiplies the errors within the mask."""
+    """Factor of the errors within the mask."""
     targets: tuple[str, str] | None = None
     """Prompts under which an expert says what winner and loser are matched to; null: the data."""
     user: str = ""
-    """Who preferred it."""
+    """Identifier of the person who preferred it; empty: unknown."""
     where: str = ""
-    """File and row, for messages."""
+    """File and row that it was read from, for messages."""
 
     @property
     def prompt(self) -> str:
-        """What both answer."""
+        """The prompt that both media answer."""
         return self.chosen.prompt
+
+
+Example = Pair | Sample
+"""One element of preference data."""
+
+
+def media_of(example: Example) -> list[Media]:
+    """The media of an example: two for a pair, one for a sample."""
+    if isinstance(example, Pair):
+        return [example.chosen.media, example.rejected.media]
+    return [example.media]
+
+
+def texts_of(example: Example) -> list[str]:
+    """The texts of an example that have to be encoded."""
+    targets = example.targets if isinstance(example, Pair) else None
+    return [example.prompt, *(targets or ())]

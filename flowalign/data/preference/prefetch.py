@@ -1,4 +1,4 @@
-"""Batches in time: built ahead of the step that needs them."""
+"""Builds batches in a thread, ahead of the step that needs them."""
 
 import time
 from collections import deque
@@ -12,10 +12,10 @@ T = TypeVar("T")
 def prefetched(
     make: Callable[[int], T], steps: Iterable[int], ahead: int
 ) -> Iterator[tuple[T, float]]:
-    """make(step) of every step in order, and the seconds that the caller waited for it.
+    """Yield make(step) for every step in order, with the seconds that the caller waited for it.
 
-    One thread builds up to `ahead` later ones while the caller works. What `make` raises, it raises
-    here, at its step; closing the iterator ends the thread.
+    One thread builds up to `ahead` later ones while the caller works. An exception of `make` is
+    raised here, at its step; closing the iterator ends the thread.
     """
     pool, building = ThreadPoolExecutor(1), deque[Future[T]]()
     try:

@@ -1,4 +1,4 @@
-"""Which pairs a step trains on: a pure function of the seed, also while a curriculum grows."""
+"""Chooses the examples of every step: a pure function of the seed, also during a curriculum."""
 
 import random
 from bisect import bisect_right
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 
-class Order:
-    """Goes through everything that is available, in a new random order each epoch.
+class EpochSampler:
+    """Goes through all available examples, in a new random order each epoch.
 
-    Item i is available from step `since[i]` on. While the same items are available, epochs follow
-    one another; when new ones come, an epoch of all of them begins.
+    Example i is available from step `since[i]` on. While the same examples are available, epochs
+    follow one another; when new ones join, an epoch of all of them begins.
     """
 
     def __init__(self, seed: int, since: Sequence[int]):
@@ -20,11 +20,11 @@ class Order:
             raise ValueError("no pair is available at the first step; stages begin with 0")
 
     def batch(self, step: int, size: int) -> list[int]:
-        """The items of a step."""
+        """Return the indices of the examples of a step."""
         start = self.starts[bisect_right(self.starts, step) - 1]
-        items = self._available(start)
-        first = (step - start) * size
-        return [items[_at(self.seed, start, len(items), n)] for n in range(first, first + size)]
+        available = self._available(start)
+        first, count = (step - start) * size, len(available)
+        return [available[_at(self.seed, start, count, n)] for n in range(first, first + size)]
 
     @lru_cache(maxsize=2)  # noqa: B019 (one order per run)
     def _available(self, start: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is wrong with the media of a pair, found without decoding more than a frame."""
+"""Validates the media of pairs without decoding more than one frame."""
 
 import io
 from collections.abc import Iterator
@@ -20,23 +20,24 @@ from flowalign.media.decode import (
 from flowalign.media.media import Media
 from flowalign.media.orientation import Display
 
-_SIDEWAYS = (5, 6, 7, 8)
 _ORIENTATION = 0x0112
-"""Of EXIF: values that turn a picture by a right angle."""
+"""EXIF tag that says how a picture is turned."""
+_SIDEWAYS = (5, 6, 7, 8)
+"""Values of that tag that turn a picture by a right angle."""
 Shape = tuple[int, int, int]
-"""Width, height, frames."""
+"""Width, height and number of frames."""
 
 
 @dataclass
 class Inspection:
-    """Looks at files and folders of frames once; of bytes nothing is kept."""
+    """Validates media; results for files and folders of frames are cached, those of bytes not."""
 
     _sizes: dict[str, int] = field(default_factory=dict)
     _digests: dict[str, bytes] = field(default_factory=dict)
     _shapes: dict[str, Shape | str] = field(default_factory=dict)
 
     def of_pair(self, chosen: Media, rejected: Media, mixed_shapes: bool = False) -> str:
-        """Why these two cannot be a pair, empty where they can: what kind, a colon, details."""
+        """Return why two media cannot be a pair: kind, colon, details. Empty if they can."""
         try:
             if self.same(chosen, rejected):
                 return f"the media are equal: {_name(chosen)} and {_name(rejected)}"
@@ -52,7 +53,7 @@ class Inspection:
         return ""
 
     def of_one(self, medium: Media) -> str:
-        """Why a medium cannot be used, empty where it can."""
+        """Return why a medium cannot be used; empty if it can."""
         try:
             self.shape(medium)
         except MediaProblem as problem:
@@ -60,7 +61,7 @@ class Inspection:
         return ""
 
     def missing(self, *paths: str) -> str:
-        """The first of these files that is not there; empty where all are."""
+        """Return a message that names the first missing file; empty if all exist."""
         try:
             for path in paths:
                 self._size(Media(path))
@@ -69,10 +70,10 @@ class Inspection:
         return ""
 
     def same(self, first: Media, second: Media) -> bool:
-        """Whether two media are one file, or of the same bytes; only equal sizes are read.
+        """Return whether two media have the same content; files are only read if sizes are equal.
 
         Raises:
-            MediaProblem: a file is missing.
+            MediaProblem: A file is missing.
         """
         sizes = self._size(first), self._size(second)
         if first.path and first.path == second.path:
@@ -80,7 +81,7 @@ class Inspection:
         return sizes[0] == sizes[1] and self.digest(first) == self.digest(second)
 
     def digest(self, medium: Media) -> bytes:
-        """A hash of the content."""
+        """Return a hash of the content."""
         if medium.path is None:
             return digest(medium)
         if medium.path not in self._digests:
@@ -88,10 +89,12 @@ class Inspection:
         return self._digests[medium.path]
 
     def shape(self, medium: Media) -> Shape:
-        """Width, height and frames: of all that `decode` gives, by header and first frame.
+        """Return the width, height and number of frames that `decode` would give.
+
+        Headers and the first frame say them; nothing else is decoded.
 
         Raises:
-            MediaProblem: the file is missing, or not a picture or a video; the folder is empty.
+            MediaProblem: The file is missing, or not a picture or a video; the folder is empty.
         """
         if medium.path is None:
             return _shape(medium)
@@ -130,7 +133,7 @@ def _shape(medium: Media) -> Shape:
 
 
 def _picture(source: Path | io.BytesIO, name: str) -> Shape:
-    """As it is shown: `decode` turns it as its EXIF data say."""
+    """Return the shape of a picture as it is shown: turned as its EXIF data say, like `decode`."""
     try:
         with Image.open(source) as image:
             (width, height), frames = image.size, num_frames_of(image)
@@ -144,7 +147,7 @@ def _picture(source: Path | io.BytesIO, name: str) -> Shape:
 
 
 def _video(source: Path | io.BytesIO, name: str) -> Shape:
-    """Frames are counted where the header does not tell their number."""
+    """Return the shape of a video; frames are counted if the header lacks their number."""
     try:
         import av
     except ImportError as error:
@@ -166,7 +169,7 @@ def _video(source: Path | io.BytesIO, name: str) -> Shape:
 
 
 def _sizes(packet: Any, display: Display) -> Iterator[tuple[int, int]]:
-    """Width and height of the frames that a packet completes, as they are shown."""
+    """Yield width and height, as shown, of the frames that a packet completes."""
     for frame in packet.decode():
         height, width, _ = display.show(frame).shape
         yield width, height

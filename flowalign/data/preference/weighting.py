@@ -1,4 +1,4 @@
-"""Weights of pairs from the gap between their scores."""
+"""Weights pairs by the gap between their scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,19 +11,20 @@ from flowalign.functional.combine import gap_weights, unit_range
 
 @dataclass(frozen=True, kw_only=True)
 class GapWeights:
-    """GAPO: a pair weighs alpha^R(chosen) - alpha^R(rejected), R a score scaled to [0, 1].
+    """Weights a pair by alpha^R(chosen) - alpha^R(rejected), R a score scaled to [0, 1] (GAPO).
 
-    A pair that its scores contradict weighs nothing.
+    A pair that its scores contradict gets weight 0.
 
     Source: AnimeReward, arXiv:2504.10044 (second hand), alpha 2; scaled over the whole dataset.
     """
 
     scores: Mapping[str, float]
-    """Dimensions whose weighted sum is the score."""
+    """Weight of each dimension in the score R, a weighted sum."""
     alpha: float = 2.0
+    """Base of the power, above 1; the larger, the more gaps between good media count."""
 
     def __post_init__(self) -> None:
-        """Refuse what weighs nothing."""
+        """Refuse numbers that give every pair weight 0."""
         if not self.scores or not self.alpha > 1:
             raise ValueError(
                 f"data.weighting: scores {dict(self.scores)}, alpha {self.alpha}; "
@@ -31,13 +32,17 @@ class GapWeights:
             )
 
     def weighted(self, pairs: Sequence[Pair]) -> list[Pair]:
-        """The pairs with their weights. ValueError where a score is missing."""
+        """Return the pairs with their weights multiplied by that of their gap.
+
+        Raises:
+            ValueError: A score is missing.
+        """
         sides = [[p.chosen for p in pairs], [p.rejected for p in pairs]]
         scores = [self._score(s, p) for side in sides for s, p in zip(side, pairs, strict=True)]
         value = torch.tensor(scores)[:, None]
-        everything = torch.zeros(len(scores), dtype=torch.long)
-        unit = unit_range(value, value.isfinite(), everything)[:, 0]
-        chosen, rejected = unit.chunk(2)
+        one_group = torch.zeros(len(scores), dtype=torch.long)
+        scaled = unit_range(value, value.isfinite(), one_group)[:, 0]
+        chosen, rejected = scaled.chunk(2)
         weights = gap_weights(chosen, rejected, self.alpha).clamp(min=0).tolist()
         return [replace(p, weight=p.weight * w) for p, w in zip(pairs, weights, strict=True)]
 

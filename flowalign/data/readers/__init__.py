@@ -1,4 +1,4 @@
-"""Preference datasets as they are published, read as a stream of records."""
+"""Reads preference datasets, in the schemas in which they are published, as streams of records."""
 
 import hashlib
 import itertools
@@ -25,11 +25,22 @@ from flowalign.data.records import Record
 SCHEMAS = {
     schema.name: schema
     for schema in (
-        GENERIC, PICK_A_PIC, HPD_V2_TRAIN, HPD_V2_TEST, HPD_V3, IMAGE_REWARD_DB, VIDEO_GEN,
-        GENAI_BENCH, VISION_REWARD, VISION_REWARD_PAIRS, CHOSEN_REJECTED, LOCAL_DPO, DENSE_DPO,
+        GENERIC,
+        PICK_A_PIC,
+        HPD_V2_TRAIN,
+        HPD_V2_TEST,
+        HPD_V3,
+        IMAGE_REWARD_DB,
+        VIDEO_GEN,
+        GENAI_BENCH,
+        VISION_REWARD,
+        VISION_REWARD_PAIRS,
+        CHOSEN_REJECTED,
+        LOCAL_DPO,
+        DENSE_DPO,
         KTO,
     )
-}  # fmt: skip
+}
 _ROWS_LOOKED_AT = 20
 _LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
 _IDENTIFYING_BYTES = 1 << 20
@@ -37,20 +48,20 @@ _IDENTIFYING_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where the rows are, and how to understand them; iterating reads them anew."""
+    """Holds the files of a dataset and the schema of its rows; each iteration reads them again."""
 
     files: Sequence[Path]
     """One or more files of the same format, or one folder of media."""
     root: Path
-    """Where relative paths begin."""
+    """Folder at which relative paths of media begin."""
     schema: Schema
 
     def __iter__(self) -> Iterator[Record]:
-        """All records in order. A row that cannot be used is a record with a problem."""
+        """Yield all records in order; an unusable row gives a record with a problem."""
         return (record for _, record in self.located())
 
     def located(self) -> Iterator[tuple[str, Record]]:
-        """All records in order, each with its file and (first) row."""
+        """Yield all records in order, each with its file and (first) row, for messages."""
         seen: set[bytes] = set()
         for index, rows in enumerate(_grouped(_rows(self.files), self.schema.group)):
             record = _record(self.schema, rows, self.root, index)
@@ -62,14 +73,14 @@ class Dataset:
             yield rows[0].where, record
 
     def size(self) -> int | None:
-        """About how many records there are, where that is quickly known."""
+        """Return the approximate number of records, or None if it is slow to count."""
         if self.schema.group or self.files[0].is_dir():
             return None
         counts = [count(file) for file in self.files]
         return None if None in counts else sum(found or 0 for found in counts)
 
     def identity(self) -> str:
-        """A hash of the files' names and sizes, and of how each begins and ends."""
+        """Return a hash of the files' names and sizes, and of how each begins and ends."""
         found = hashlib.sha256()
         for file in self.files:
             inside = sorted(file.rglob("*")) if file.is_dir() else [file]
@@ -82,12 +93,12 @@ class Dataset:
 
 
 def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Dataset:
-    """A folder of media or of parquet files, or a .jsonl, .json, .csv or .parquet file.
+    """Open a folder of media or of parquet files, or a .jsonl, .json, .csv or .parquet file.
 
-    `schema="auto"` goes by the columns; relative paths begin at `root`, or beside the file.
+    `schema="auto"` is detected by the columns; relative paths begin at `root`, or beside the file.
 
     Raises:
-        ValueError: nothing is there, or its schema is unknown or not the only one that fits.
+        ValueError: The path holds no data, or its schema is unknown or not the only one that fits.
     """
     if schema != "auto" and schema not in SCHEMAS:
         raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
@@ -139,7 +150,7 @@ def _grouped(rows: Iterator[Row], column: str) -> Iterator[list[Row]]:
 
 
 def _record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Record:
-    """The record, or one without media that says what is wrong."""
+    """Convert a group of rows to a record; invalid rows give one with a problem and no media."""
     default_id = f"#{index + 1}"
     try:
         for row in rows:
@@ -151,7 +162,7 @@ def _record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Reco
 
 
 def _detect(path: str, columns: frozenset[str]) -> Schema:
-    """The only published schema that fits, or the generic one."""
+    """Return the only published schema that fits the columns, or else the generic one."""
     found = [schema for schema in SCHEMAS.values() if schema.fits(columns)]
     published = [schema for schema in found if schema is not GENERIC]
     if len(published) > 1:

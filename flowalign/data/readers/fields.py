@@ -1,4 +1,4 @@
-"""What a column may hold, and how it becomes part of a record. What it may not is a RowProblem."""
+"""Converts the columns of a row to parts of a record; a value of the wrong kind is a RowProblem."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,46 +14,46 @@ _PLAIN = str | int | float | bool
 
 @dataclass(frozen=True)
 class Fields:
-    """The columns of a row, each asked for by name and kind."""
+    """Gives access to the columns of a row by name and kind."""
 
     row: Row
     root: Path
-    """Where relative paths begin."""
+    """Folder at which relative paths of media begin."""
 
     def __contains__(self, name: str) -> bool:
-        """A column that is null is absent."""
+        """Return whether the row has this column; null counts as absent."""
         return self.row.fields.get(name) is not None
 
     def text(self, name: str) -> str:
-        """A text; empty where it is absent."""
+        """Return a text; empty if it is absent."""
         value = self.row.fields.get(name)
         if value is None or isinstance(value, str):
             return value or ""
         raise RowProblem(f"{name} is {value!r}, not text")
 
     def number(self, name: str) -> float | None:
-        """A finite number, also written as text; None where it is absent."""
+        """Return a finite number, also from text; None if it is absent."""
         value = self.row.fields.get(name)
         return None if value is None else number(value, name)
 
     def numbers(self, name: str, count: int) -> list[float] | None:
-        """So many finite numbers; None where they are absent."""
+        """Return `count` finite numbers; None if they are absent."""
         value = self.row.fields.get(name)
         return None if value is None else numbers(value, name, count)
 
     def medium(self, name: str, fps: float | None = None) -> Media:
-        """A path, the bytes of a file, or a struct with `bytes` or `path`."""
+        """Return a medium from a path, the bytes of a file, or a struct with `bytes` or `path`."""
         return self._medium(self.row.fields.get(name), name, fps)
 
     def media(self, name: str) -> list[Media]:
-        """A list of media."""
+        """Return a list of at least one medium."""
         value = self.row.fields.get(name)
         if not isinstance(value, list) or not value:
             raise RowProblem(f"{name} is not a list of media")
         return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
 
     def rest(self, *used: str) -> dict[str, Any]:
-        """Further columns: numbers, texts, and lists and structs of them."""
+        """Return the columns that were not used: numbers, texts, and lists and structs of them."""
         fields = self.row.fields.items()
         return {name: value for name, value in fields if name not in used and _plain(value)}
 
@@ -70,7 +70,7 @@ class Fields:
 
 
 def number(value: Any, name: str) -> float:
-    """A finite number, also written as text."""
+    """Convert a value to a finite number, also from text."""
     try:
         result = float(value)
     except (TypeError, ValueError) as error:
@@ -81,27 +81,27 @@ def number(value: Any, name: str) -> float:
 
 
 def numbers(value: Any, name: str, count: int) -> list[float]:
-    """So many finite numbers."""
+    """Convert a list to `count` finite numbers."""
     if not isinstance(value, list) or len(value) != count:
         raise RowProblem(f"{name} must hold {count} numbers, one for each medium")
     return [number(item, name) for item in value]
 
 
 def ranked(values: Iterable[float]) -> list[float]:
-    """1 for the lowest value, and for every other one more than there are lower ones."""
+    """Rank values: 1 for the lowest, and for others one more than the number of lower values."""
     values = list(values)
     return [1.0 + sum(other < value for other in values) for value in values]
 
 
 def shares(votes: Sequence[float], name: str) -> list[float]:
-    """Counts or shares of votes, made to sum to 1."""
+    """Scale counts or shares of votes to sum to 1."""
     if min(votes) < 0 or sum(votes) <= 0:
         raise RowProblem(f"{name} {list(votes)} cannot be votes")
     return [vote / sum(votes) for vote in votes]
 
 
 def choice(answer: str, first: Iterable[str], second: Iterable[str], tie: Iterable[str]):
-    """Ranks of two media as people answered; None where the answer is none of these."""
+    """Convert an answer about two media to their ranks; None if it is none of the given ones."""
     for answers, ranks in ((first, [1.0, 2.0]), (second, [2.0, 1.0]), (tie, [1.0, 1.0])):
         if answer in answers:
             return ranks

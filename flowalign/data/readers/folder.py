@@ -1,4 +1,4 @@
-"""A folder of pictures and videos, prompts beside them."""
+"""Reads a folder of pictures and videos with prompts in text files beside them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,12 +8,12 @@ from flowalign.media.media import PICTURES, VIDEOS
 
 
 def is_medium(path: Path) -> bool:
-    """Whether its name ends as that of a picture or a video."""
+    """Return whether the file name ends like that of a picture or a video."""
     return path.suffix.lower() in PICTURES | VIDEOS
 
 
 def read_folder(folder: Path) -> Iterator[Row]:
-    """One row a file, by name, subfolders too; the prompt is the text file of the same name."""
+    """Yield a row per file by name, with subfolders; the .txt file of that name is its prompt."""
     media = sorted(path for path in folder.rglob("*") if path.is_file() and is_medium(path))
     for number, path in enumerate(media, 1):
         name = path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""Rows of a prompt and one or more media, with or without what people said of them."""
+"""Reads rows of a prompt and one or more media, with or without ranks, votes and ratings."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,11 +18,15 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     name = present(row, (*_LISTS, *_SINGLE))
     media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
     return Record(
-        _identity(row) or default_id, row.text(present(row, _PROMPT)), media,
+        _identity(row) or default_id,
+        row.text(present(row, _PROMPT)),
+        media,
         references=row.media("references") if "references" in row else (),
-        ranks=_said(row, "ranks", len(media)), votes=_said(row, "votes", len(media)),
-        ratings=_said(row, "ratings", len(media)), metadata=row.rest(*_USED),
-    )  # fmt: skip
+        ranks=_by_dimension(row, "ranks", len(media)),
+        votes=_by_dimension(row, "votes", len(media)),
+        ratings=_by_dimension(row, "ratings", len(media)),
+        metadata=row.rest(*_USED),
+    )
 
 
 def _identity(row: Fields) -> str:
@@ -32,8 +36,8 @@ def _identity(row: Fields) -> str:
     raise RowProblem(f"id is {value!r}, neither text nor a whole number")
 
 
-def _said(row: Fields, column: str, count: int) -> dict[str, list[float]]:
-    """A list is about the media as a whole; a mapping names the dimensions."""
+def _by_dimension(row: Fields, column: str, count: int) -> dict[str, list[float]]:
+    """Read numbers per dimension from a mapping; a list without names is of dimension overall."""
     value = row.row.fields.get(column)
     if value is None:
         return {}

@@ -1,4 +1,4 @@
-"""The Human Preference Datasets, versions 2 and 3."""
+"""Reads the Human Preference Datasets, versions 2 and 3."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from flowalign.data.records import Record
 
 
 def _v2_train(rows: Sequence[Fields], default_id: str) -> Record:
-    """1 in `human_preference` marks the preferred picture."""
+    """Read the training set, in which 1 in `human_preference` marks the preferred picture."""
     row, media = rows[0], rows[0].media("file_path")
     preferred = row.numbers("human_preference", len(media))
     ranks = {"overall": ranked(-mark for mark in preferred)} if preferred else {}
@@ -18,7 +18,7 @@ def _v2_train(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _v2_test(rows: Sequence[Fields], default_id: str) -> Record:
-    """`rank` is the mean over annotators, the lowest the best."""
+    """Read the test set, in which `rank` is the mean over annotators; the lowest is best."""
     row, media = rows[0], rows[0].media("image_path")
     means = row.numbers("rank", len(media))
     ranks = {"overall": ranked(means)} if means else {}
@@ -27,17 +27,20 @@ def _v2_test(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _v3(rows: Sequence[Fields], default_id: str) -> Record:
-    """`path1` is the preferred picture; `choice_dist` counts its votes, then those of `path2`."""
+    """Read HPDv3: `path1` is preferred; `choice_dist` counts its votes, then those of `path2`."""
     row = rows[0]
     counts = row.numbers("choice_dist", 2)
     if counts and counts[0] < counts[1]:
         raise RowProblem(f"choice_dist {counts} prefers path2, but path1 is the preferred one")
     votes = {"overall": shares(counts, "choice_dist")} if counts else {}
     return Record(
-        default_id, row.text("prompt"), [row.medium("path1"), row.medium("path2")],
-        ranks={"overall": [1.0, 2.0]}, votes=votes,
+        default_id,
+        row.text("prompt"),
+        [row.medium("path1"), row.medium("path2")],
+        ranks={"overall": [1.0, 2.0]},
+        votes=votes,
         metadata=row.rest("prompt", "path1", "path2", "choice_dist"),
-    )  # fmt: skip
+    )
 
 
 HPD_V2_TRAIN = Schema("hpd_v2_train", (("human_preference",), ("file_path",)), _v2_train)

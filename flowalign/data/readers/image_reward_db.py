@@ -1,4 +1,4 @@
-"""ImageRewardDB: one row a picture, those of a prompt next to each other."""
+"""Reads ImageRewardDB: one row per picture, those of a prompt next to each other."""
 
 from collections.abc import Sequence
 
@@ -25,15 +25,17 @@ def _record(rows: Sequence[Fields], _: str) -> Record:
             ratings[dim] = values
     ranks = _all(rows, "rank")
     return Record(
-        str(first.row.fields["prompt_id"]), first.text("prompt"),
+        str(first.row.fields["prompt_id"]),
+        first.text("prompt"),
         [row.medium(present(row, ("image", "image_path"))) for row in rows],
-        ranks={} if ranks is None else {"overall": ranked(ranks)}, ratings=ratings,
+        ranks={} if ranks is None else {"overall": ranked(ranks)},
+        ratings=ratings,
         metadata={name: value for name, value in first.rest().items() if name in _SHARED},
-    )  # fmt: skip
+    )
 
 
 def _all(rows: Sequence[Fields], column: str) -> list[float] | None:
-    """One number a picture; None where any is absent."""
+    """Return one number per picture, or None if any is absent."""
     values = [row.number(column) for row in rows]
     return None if None in values else [value for value in values if value is not None]
 

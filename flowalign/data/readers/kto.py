@@ -1,4 +1,4 @@
-"""Single media with a thumb up or down."""
+"""Reads single media with a thumb up or down, as KTO learns from them."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "fals
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """The metadata say what the label means, as `desirable`, unless it means something else."""
+    """Read a row; `desirable` in the metadata is the label, absent if that is no true or false."""
     row = rows[0]
     metadata = row.rest(*_PROMPT, *_MEDIUM)
     desirable = _LABELS.get(str(row.row.fields.get("label")).lower())

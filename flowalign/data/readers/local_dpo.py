@@ -1,9 +1,9 @@
-"""Local-DPO: a real video, a copy of it that was corrupted in some places, and where."""
+"""Reads Local-DPO data: a real video, a copy with some places regenerated, and their mask."""
 
 from collections.abc import Sequence
 
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.preferences import notes, safetensors
+from flowalign.data.readers.preferences import pair_columns, safetensors
 from flowalign.data.readers.rows import RowProblem
 from flowalign.data.readers.schema import Schema, present
 from flowalign.data.records import Record
@@ -15,7 +15,7 @@ _STRENGTH = ("strength", "yita")
 
 
 def emphasis(strength: float) -> float:
-    """1 + (eta - 0.75) / 0.15, what a region that was regenerated from noise level eta counts.
+    """Return 1 + (eta - 0.75) / 0.15, the weight of a region regenerated from noise level eta.
 
     Source: Local-DPO's code, whose eta is 0.75, 0.8 or 0.85.
     """
@@ -23,19 +23,21 @@ def emphasis(strength: float) -> float:
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """What a pair may have beside its media is in the metadata, the noise level as `strength`."""
+    """Read a row; the pair's further columns are metadata, the noise level as `strength`."""
     row = rows[0]
     strength = row.number(present(row, _STRENGTH))
     if strength is not None and not (emphasis(strength) > 0 and strength <= 1):
         raise RowProblem(f"strength is {strength:g}; it is a noise level above 0.6, at most 1")
     return Record(
-        default_id, row.text(present(row, _PROMPT)),
+        default_id,
+        row.text(present(row, _PROMPT)),
         [row.medium(present(row, names), row.number("fps")) for names in (_POSITIVE, _NEGATIVE)],
         ranks={"overall": [1.0, 2.0]},
         metadata=row.rest(*_PROMPT, *_POSITIVE, *_NEGATIVE, *_STRENGTH)
-        | notes(row) | {"mask": safetensors(row, "mask")}
+        | pair_columns(row)
+        | {"mask": safetensors(row, "mask")}
         | ({} if strength is None else {"strength": strength}),
-    )  # fmt: skip
+    )
 
 
 LOCAL_DPO = Schema("local_dpo", (_POSITIVE, _NEGATIVE, ("mask",), _PROMPT), _record)

@@ -1,4 +1,4 @@
-"""Pairs with an answer in words: VideoGen-RewardBench and GenAI-Bench."""
+"""Reads pairs with an answer in words: VideoGen-RewardBench and GenAI-Bench."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from flowalign.data.records import Record
 
 _LEFT = ("left_image", "left_video", "left_output_image")
 _RIGHT = ("right_image", "right_video", "right_output_image")
-_ASKED = ("prompt", "instruct_prompt", "target_prompt")
+_PROMPT = ("prompt", "instruct_prompt", "target_prompt")
 
 
 def _video_gen(rows: Sequence[Fields], default_id: str) -> Record:
-    """A, B, same or invalid in each dimension; the last is as good as no answer."""
+    """Read answers A, B, same or invalid in each dimension; invalid counts as no answer."""
     row, ranks = rows[0], {}
     for dim in ("VQ", "MQ", "TA", "Overall"):
         answer = row.text(dim)
@@ -28,7 +28,7 @@ def _video_gen(rows: Sequence[Fields], default_id: str) -> Record:
 
 
 def _genai(rows: Sequence[Fields], default_id: str) -> Record:
-    """Both bad is a tie; `vote_type` stays in the metadata, where the two kinds can be told."""
+    """Read `vote_type`; bothbad_vote is a tie, and stays distinguishable in the metadata."""
     row = rows[0]
     vote = row.text("vote_type")
     ranks = choice(vote, ("leftvote",), ("rightvote",), ("tievote", "bothbad_vote"))
@@ -37,12 +37,13 @@ def _genai(rows: Sequence[Fields], default_id: str) -> Record:
             f"vote_type is {vote!r}; expected leftvote, rightvote, tievote or bothbad_vote"
         )
     return Record(
-        default_id, row.text(present(row, _ASKED)),
+        default_id,
+        row.text(present(row, _PROMPT)),
         [row.medium(present(row, _LEFT)), row.medium(present(row, _RIGHT))],
         [row.medium("source_image")] if "source_image" in row else (),
         {"overall": ranks} if ranks else {},
         metadata=row.rest("prompt", "source_image", *_LEFT, *_RIGHT),
-    )  # fmt: skip
+    )
 
 
 VIDEO_GEN = Schema(

@@ -1,4 +1,4 @@
-"""Pick-a-Pic: two pictures as bytes, and which one its user picked."""
+"""Reads Pick-a-Pic: two pictures as bytes, and which one its user picked."""
 
 from collections.abc import Sequence
 

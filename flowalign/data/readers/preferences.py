@@ -1,4 +1,4 @@
-"""Pairs to train on: a prompt, the medium that was chosen and the one that was rejected."""
+"""Reads pairs to train on: a prompt, the chosen medium and the rejected one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,24 +16,26 @@ _LABELS = (-1, 0, 1)
 
 
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
-    """A dimension of which both scores are equal is a tie.
+    """Read a pair; it is a tie if both scores in its dimension are equal.
 
-    What a pair may have beside its media is in the metadata, see `notes`.
+    Further columns of the pair are in the metadata, see `pair_columns`.
     """
     row = rows[0]
     dim, fps = row.text("dimension") or "overall", row.number("fps")
     ratings = _ratings(row, dim)
     chosen, rejected = ratings.get(dim, [1.0, 0.0])
     return Record(
-        default_id, _prompt(row),
+        default_id,
+        _prompt(row),
         [row.medium(present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
-        ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]}, ratings=ratings,
-        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES) | notes(row),
-    )  # fmt: skip
+        ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]},
+        ratings=ratings,
+        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES) | pair_columns(row),
+    )
 
 
 def _prompt(row: Fields) -> str:
-    """A text; of a conversation, what its user says."""
+    """Return the prompt: a text, or the user's turns of a conversation, joined by newlines."""
     value = row.row.fields.get(present(row, _PROMPT))
     if not isinstance(value, list):
         return row.text(present(row, _PROMPT))
@@ -42,7 +44,7 @@ def _prompt(row: Fields) -> str:
 
 
 def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
-    """Scores of both media in the dimensions in which both have one."""
+    """Return scores of the chosen and the rejected medium, in the dimensions that both have."""
     chosen, rejected = (scores_of(row, name) for name in _SCORES)
     for side, names in zip((chosen, rejected), _SCORE, strict=True):
         value = row.number(present(row, names))
@@ -52,7 +54,7 @@ def _ratings(row: Fields, dim: str) -> dict[str, list[float]]:
 
 
 def scores_of(row: Fields, column: str) -> dict[str, float]:
-    """A struct of numbers; those that are null are left out."""
+    """Read scores per dimension from a struct of numbers; null entries are skipped."""
     value = row.row.fields.get(column)
     if not isinstance(value, Mapping | None):
         raise RowProblem(f"{column} is {value!r}, not a struct of numbers")
@@ -60,8 +62,8 @@ def scores_of(row: Fields, column: str) -> dict[str, float]:
     return {dim: number(x, f"{column} of {dim}") for dim, x in scores if x is not None}
 
 
-def notes(row: Fields) -> dict[str, Any]:
-    """What a pair may have beside its media, checked, by the names of columns.
+def pair_columns(row: Fields) -> dict[str, Any]:
+    """Read and check the optional columns of a pair, by their names.
 
     These are gap, weight, stage, segments, mask, weight_map_chosen and weight_map_rejected.
     """
@@ -103,7 +105,7 @@ def _whole(value: Any, name: str, at_least: int = 0) -> int:
 
 
 def safetensors(row: Fields, name: str) -> str:
-    """The path of a safetensors file."""
+    """Return the path of a safetensors file; any other ending is a RowProblem."""
     value = row.text(name)
     if not value.endswith(".safetensors"):
         raise RowProblem(f"{name} is {value!r}; convert it to .safetensors, no pickle is read")

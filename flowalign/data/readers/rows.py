@@ -1,4 +1,4 @@
-"""Rows as they lie in a file, one after the other, whatever the format."""
+"""Reads the rows of a JSONL, JSON, CSV or parquet file as a stream."""
 
 import csv
 import json
@@ -12,27 +12,28 @@ _ROWS_AT_ONCE = 64
 
 
 class RowProblem(ValueError):
-    """What is wrong with one row; the others can still be used."""
+    """Says what is wrong with one row; the others can still be used."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The columns of one row, and where it was found."""
+    """Holds the columns of one row, and its place in a file."""
 
     number: int
-    """Counted from 1; in a JSONL file it is the line."""
+    """Number of the row, from 1; in a JSONL file, of the line."""
     file: Path
     fields: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
+    """Why the row cannot be read; empty if it can."""
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """File and row, for messages."""
         return f"{self.file.name} row {self.number}"
 
 
 def read_jsonl(path: Path) -> Iterator[Row]:
-    """One object a line; blank lines are passed over."""
+    """Yield one object per line; blank lines are skipped."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -50,10 +51,10 @@ def _parsed(number: int, path: Path, line: bytes) -> Row:
 
 
 def read_json(path: Path) -> Iterator[Row]:
-    """The objects of one long list, without holding the list.
+    """Yield the objects of one long list without loading the whole list.
 
     Raises:
-        ValueError: the file is not a JSON list, or breaks off.
+        ValueError: The file is not a JSON list, or breaks off.
     """
     for number, item in enumerate(_items(path), 1):
         if isinstance(item, dict):
@@ -63,7 +64,7 @@ def read_json(path: Path) -> Iterator[Row]:
 
 
 def _items(path: Path) -> Iterator[Any]:
-    """What is between the brackets, reading on whenever the buffer ends within an item."""
+    """Yield the items of a JSON list; reads on whenever the buffer ends within an item."""
     decoder, at_end = json.JSONDecoder(), False
     with path.open(encoding="utf-8") as file:
         text = file.read(_CHARACTERS_AT_ONCE).lstrip()
@@ -84,7 +85,7 @@ def _items(path: Path) -> Iterator[Any]:
 
 
 def read_csv(path: Path) -> Iterator[Row]:
-    """Cells are text; an empty one is absent."""
+    """Yield one row per line of a CSV file; cells are text, and empty ones are absent."""
     csv.field_size_limit(1 << 30)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, restkey="")
@@ -96,7 +97,7 @@ def read_csv(path: Path) -> Iterator[Row]:
 
 
 def read_parquet(path: Path) -> Iterator[Row]:
-    """Some rows of a row group at a time."""
+    """Yield the rows of a parquet file; a few are in memory at a time."""
     try:
         import pyarrow
         from pyarrow import parquet
@@ -114,12 +115,15 @@ def read_parquet(path: Path) -> Iterator[Row]:
 
 
 FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_jsonl, ".json": read_json, ".csv": read_csv, ".parquet": read_parquet,
-}  # fmt: skip
+    ".jsonl": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".parquet": read_parquet,
+}
 
 
 def count(path: Path) -> int | None:
-    """About how many rows a file has, where that is quickly known."""
+    """Return the approximate number of rows of a file, or None if it is slow to count."""
     if path.suffix.lower() == ".parquet":
         from pyarrow import parquet
 

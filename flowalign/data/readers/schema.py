@@ -1,4 +1,4 @@
-"""What a schema is: how to know it by its columns, and how its rows become records."""
+"""Defines `Schema`: the columns that identify a format, and how its rows become records."""
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -9,25 +9,25 @@ from flowalign.data.records import Record
 
 @dataclass(frozen=True)
 class Schema:
-    """One way in which a preference dataset is published."""
+    """Describes one way in which a preference dataset is published."""
 
     name: str
     columns: tuple[tuple[str, ...], ...]
-    """Every one of these must be there, in one of its names."""
+    """Required columns, each with its alternative names."""
     record: Callable[[Sequence[Fields], str], Record]
-    """The record of a row, or of all rows of a group, with an id in case they have none."""
+    """Converts a row, or all rows of a group, to a record; the text is the default id."""
     group: str = ""
-    """Rows next to each other with the same value in this column are one record."""
+    """Column whose equal values in adjacent rows make one record of them; empty: none does."""
 
     def fits(self, columns: Set[str]) -> bool:
-        """Whether all that is needed is there."""
+        """Return whether all required columns are present."""
         return all(any(name in columns for name in names) for names in self.columns)
 
     def needs(self) -> str:
-        """For messages."""
+        """Return the required columns, with their alternatives, for messages."""
         return ", ".join("|".join(names) for names in self.columns)
 
 
 def present(fields: Fields, names: Sequence[str]) -> str:
-    """The first of the names that the row has; the first one where it has none."""
+    """Return the first of the names that the row has, or the first name if it has none."""
     return next((name for name in names if name in fields), names[0])

@@ -1,4 +1,4 @@
-"""VisionRewardDB: media with many whole-number judgements, and pairs with one answer."""
+"""Reads VisionRewardDB: media with many whole-number judgements, and pairs with one answer."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,7 +14,7 @@ _ANSWERS = (("A", "1"), ("B", "2", "-1"), ("tie", "same", "0"))
 
 
 def _annotated(rows: Sequence[Fields], default_id: str) -> Record:
-    """Every entry of `annotation` is a rating; blanks in its names become underscores."""
+    """Read each entry of `annotation` as a rating; blanks in its name become underscores."""
     row = rows[0]
     annotation = row.row.fields["annotation"]
     if not isinstance(annotation, Mapping):
@@ -25,25 +25,28 @@ def _annotated(rows: Sequence[Fields], default_id: str) -> Record:
         if value is not None
     }
     return Record(
-        row.text("internal_id") or default_id, row.text("prompt"),
-        [row.medium(present(row, _MEDIUM))], ratings=ratings,
+        row.text("internal_id") or default_id,
+        row.text("prompt"),
+        [row.medium(present(row, _MEDIUM))],
+        ratings=ratings,
         metadata=row.rest("internal_id", "prompt", "annotation", *_MEDIUM),
-    )  # fmt: skip
+    )
 
 
 def _pair(rows: Sequence[Fields], default_id: str) -> Record:
-    """`standard_answer`: 1 or A for the first, 2, -1 or B for the second, 0 or tie for neither."""
+    """Read `standard_answer`: 1 or A is the first, 2, -1 or B the second, 0 or tie neither."""
     row = rows[0]
     answer = row.row.fields.get("standard_answer")
     ranks = None if answer is None else choice(str(answer), *_ANSWERS)
     if answer is not None and ranks is None:
         raise RowProblem(f"standard_answer is {answer!r}; expected 1, 2, -1, 0, A, B or tie")
     return Record(
-        default_id, row.text("prompt"),
+        default_id,
+        row.text("prompt"),
         [row.medium(present(row, _FIRST)), row.medium(present(row, _SECOND))],
         ranks={"overall": ranks} if ranks else {},
         metadata=row.rest("prompt", "standard_answer", *_FIRST, *_SECOND),
-    )  # fmt: skip
+    )
 
 
 VISION_REWARD = Schema("vision_reward", (("annotation",), _MEDIUM), _annotated)

@@ -1,4 +1,4 @@
-"""DenseDPO: of two videos, each may be the better one in some segments.
+"""Train on pairs of videos either of which may be better in some segments (DenseDPO).
 
 Source: DenseDPO, arXiv:2506.03517.
 """
@@ -12,39 +12,40 @@ from typing_extensions import override
 from flowalign.functional.matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class DenseDPO(MatchingLoss):
-    """Mean over pairs of -weight log sigmoid(segment_margin); pairs without a preference give 0.
+    """Averages -weight log sigmoid(segment_margin) over pairs; undecided pairs contribute 0.
 
-    `implicit_accuracy` and `margin` of the log are those of the segments.
+    The logged `implicit_accuracy` and `margin` are those of the segments.
     """
 
     beta: float = 2000.0
-    """DPO's: the same beta and the same value where one video is better throughout."""
+    """DPO's beta; where one video is better throughout, the loss has DPO's value."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject a beta that is not positive."""
         require_positive(beta=self.beta)
 
     @property
     @override
-    def traits(self) -> Traits:
-        """At the start the logarithm of 2, times the share of pairs that have a preference."""
-        return Traits(needs={"segments"})
+    def requirements(self) -> Requirements:
+        """Require segments; the loss starts at log 2 times the share of decided pairs."""
+        return Requirements(requires={"segments"})
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs, and detached scalars for the log."""
-        reference = errors.required_reference
-        gap = relative_gap(frame_error(errors.policy), frame_error(reference))
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        reference = residuals.required_reference
+        gap = relative_gap(frame_error(residuals.policy), frame_error(reference))
         segments = _segments(batch, gap.shape[1])
         z, decided = segment_margin(gap, segments, self.beta), segments.any(1)
         loss = (batch.weight.chunk(2)[0] * decided * sigmoid_link(z)).mean()
         count = decided.sum().clamp(min=1)
-        stats = pair_stats(sample_error(errors.policy), sample_error(reference), self.beta)
+        stats = pair_stats(sample_error(residuals.policy), sample_error(reference), self.beta)
         return loss, stats | {
             "policy_loss": loss.detach(),
             "implicit_accuracy": (z.detach() > 0).sum() / count,
@@ -54,7 +55,7 @@ class DenseDPO(MatchingLoss):
 
 
 def _segments(batch: Examples, num_frames: int) -> Float[Tensor, "m F"]:
-    """The labels of a minibatch, one per latent frame."""
+    """Return the segment labels of a minibatch, one per latent frame."""
     if batch.segments is None:
         raise ValueError("DenseDPO needs pairs with segments; these have none")
     if batch.segments.shape[1] != num_frames:

@@ -1,4 +1,4 @@
-"""DPO on matching errors: of two media, the preferred one is to be denoised better.
+"""Train on preference pairs (DPO): of two media, the preferred one is to be denoised better.
 
 Source: Diffusion-DPO, arXiv:2311.12908; Flow-DPO, arXiv:2501.13918, whose beta is the same at all
 times: with the weight (1 - sigma)^2 that theory gives, it was worse and hacked rewards.
@@ -21,23 +21,23 @@ from flowalign.functional.preference_loss import (
     weighted_score,
 )
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoBeta:
-    """A beta that follows the size of the margins, see `auto_beta`. Before the first update: high.
+    """Adapts beta to the size of the margins, see `auto_beta`; starts at `high`.
 
     The bounds are ours, for mean errors: a tenth of the least and twice the largest published beta.
     """
 
     target: float = 0.2
-    """How far the gradient of a pair in right order, of typical size, has shrunk."""
+    """Factor by which the gradient of a typical pair in the right order has shrunk, in (0, 0.5)."""
     low: float = 10.0
     high: float = 10_000.0
 
     def __post_init__(self) -> None:
-        """Refuse a range that is none."""
+        """Reject a target outside (0, 0.5) and bounds that are not 0 < low <= high."""
         if not 0 < self.target < 0.5 or not 0 < self.low <= self.high:
             raise ValueError(
                 f"beta.target {self.target}, low {self.low}, high {self.high}: "
@@ -45,28 +45,29 @@ class AutoBeta:
             )
 
     def at(self, typical_margin: float) -> float:
-        """The beta for margins of this size per unit of beta / 2."""
+        """Return the beta for margins of this typical size per unit of beta / 2."""
         return min(max(auto_beta(typical_margin, self.target), self.low), self.high)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPO(MatchingLoss):
-    """Mean over pairs of weight * link(z), z = -beta/2 ((l_w - r_w) - (l_l - r_l)), l mean errors.
+    """Averages weight * link(z) over pairs, z = -beta/2 ((l_w - r_w) - (l_l - r_l)).
 
-    Where a score of `margin` is unknown, that pair has weight 0 and is counted in
-    `margin_unknown`.
+    l is the policy's mean error, r the reference's. A pair with an unknown score of `margin` gets
+    weight 0 and is counted in `margin_unknown`.
     """
 
     beta: float | AutoBeta = 2000.0
-    """How soon a margin is enough; see `implicit_margin` for published values."""
+    """Scale of the implicit margin: how soon a margin is enough. See `implicit_margin` for
+    published values."""
     link: Link = field(default_factory=Sigmoid)
     margin: Mapping[str, float] = field(default_factory=dict)
-    """MODPO: other dimensions, by their weight, whose scores explain a part of the preference."""
+    """MODPO: weights of other reward dimensions, whose scores explain a part of the preference."""
     margin_weight: float = 1.0
-    """MODPO: the weight of the dimension that is preferred."""
+    """MODPO: weight of the dimension that the preference is about."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject settings that are not positive, and a margin_weight without margin."""
         if not isinstance(self.beta, AutoBeta):
             require_positive(beta=self.beta)
         require_positive(margin_weight=self.margin_weight)
@@ -78,15 +79,19 @@ class DPO(MatchingLoss):
 
     @property
     @override
-    def traits(self) -> Traits:
-        """At the start the link's loss of 0, unless scores shift the margin."""
-        return Traits(at_start=None if self.margin else self.link.at_start)
+    def requirements(self) -> Requirements:
+        """Declare that the loss starts at link(0), unless scores shift the margin."""
+        return Requirements(at_start=None if self.margin else self.link.at_start)
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs, and detached scalars for the log."""
-        policy, reference = sample_error(errors.policy), sample_error(errors.required_reference)
-        beta = self.beta_at(batch.typical_margin)
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        policy, reference = (
+            sample_error(residuals.policy),
+            sample_error(residuals.required_reference),
+        )
+        beta = self.beta_at(context.typical_margin)
         z = implicit_margin(relative_gap(policy, reference), beta)
         weight = batch.weight.chunk(2)[0]
         stats = pair_stats(policy, reference, beta)
@@ -98,14 +103,14 @@ class DPO(MatchingLoss):
         return loss, stats | {"policy_loss": loss.detach(), "beta": loss.new_tensor(beta)}
 
     def beta_at(self, typical_margin: float) -> float:
-        """The beta of this minibatch."""
+        """Return the beta for a running mean of |relative_gap|."""
         return self.beta.at(typical_margin) if isinstance(self.beta, AutoBeta) else self.beta
 
 
 def score_margin(
     scores: Mapping[str, Float[Tensor, "n"]], weights: Mapping[str, float]
 ) -> tuple[Float[Tensor, "m"], Bool[Tensor, "m"]]:
-    """Weighted lead of the winners in these scores, 0 where one is unknown; where all are known."""
+    """Return the winners' weighted lead in these scores, 0 if unknown, and whether it is known."""
     winner, loser = weighted_score(scores, weights).chunk(2)
     known = (winner - loser).isfinite()
     return torch.where(known, winner - loser, 0.0), known

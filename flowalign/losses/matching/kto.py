@@ -1,4 +1,4 @@
-"""Diffusion-KTO: media that people liked or disliked, without pairs.
+"""Train on media with binary labels, desirable or not, without pairs (Diffusion-KTO).
 
 Source: Diffusion-KTO, arXiv:2404.04465, and code of jacklishufan/diffusion-kto.
 """
@@ -13,21 +13,21 @@ from typing_extensions import override
 from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
 from flowalign.losses.matching.links import require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(MatchingLoss):
-    """Mean over rows of weight * kto, relative to the mean gain over all processes' rows."""
+    """Averages weight * kto over rows, relative to the mean gain over the rows of all processes."""
 
     beta: float = 1000.0
-    """Of the whole difference of errors: compares with twice this beta of DPO."""
+    """Scales the full error difference; equals DPO's beta / 2."""
     utility: Utility = "sigmoid"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject settings that are not positive."""
         require_positive(
             beta=self.beta,
             desirable_weight=self.desirable_weight,
@@ -36,18 +36,22 @@ class KTO(MatchingLoss):
 
     @property
     @override
-    def traits(self) -> Traits:
-        """Rows with labels, all at once for the baseline; 1 - U(0) where both labels weigh 1."""
+    def requirements(self) -> Requirements:
+        """Require labels and, for the baseline, whole batches.
+
+        The loss starts at 1 - U(0), known here for the sigmoid where both labels weigh 1.
+        """
         plain = self.utility == "sigmoid" and self.desirable_weight == self.undesirable_weight == 1
-        return Traits(
-            paired=False, whole_batch=True, needs={"labels"}, at_start=0.5 if plain else None
+        return Requirements(
+            paired=False, whole_batch=True, requires={"labels"}, at_start=0.5 if plain else None
         )
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the rows, and detached scalars for the log."""
-        gain = sample_error(errors.required_reference) - sample_error(errors.policy)
-        baseline = kto_baseline(batch.gather(gain))
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        gain = sample_error(residuals.required_reference) - sample_error(residuals.policy)
+        baseline = kto_baseline(context.gather(gain))
         each = kto(gain, batch.desirable, baseline, self.beta, self.utility)
         weight = torch.where(batch.desirable, self.desirable_weight, self.undesirable_weight)
         loss = (batch.weight * weight * each).mean()
@@ -58,7 +62,7 @@ class KTO(MatchingLoss):
     def _stats(
         self, gain: Float[Tensor, "n"], desirable: Bool[Tensor, "n"], baseline: Float[Tensor, ""]
     ) -> dict[str, Tensor]:
-        """A margin is above 0 where a row is on its label's side of the baseline."""
+        """Return scalars for the log; margins are positive on the label's side of the baseline."""
         margin = self.beta * torch.where(desirable, gain - baseline, baseline - gain)
         return {
             "baseline": baseline,

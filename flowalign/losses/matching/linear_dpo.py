@@ -1,4 +1,4 @@
-"""Linear-DPO: the weight of a pair falls in a straight line where DPO's is a sigmoid.
+"""Train on pairs whose weight is linear in the gap where DPO's is a sigmoid (Linear-DPO).
 
 Source: Linear-DPO, arXiv:2605.21123, and code of WhynotChen0105/Linear-DPO.
 """
@@ -11,37 +11,42 @@ from typing_extensions import override
 from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
 from flowalign.losses.matching.links import pair_stats, require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearDPO(MatchingLoss):
-    """Mean over pairs of weight * linear_dpo. Meant for a reference that follows the policy (EMA).
+    """Averages weight * linear_dpo over pairs; meant for an EMA reference that follows the policy.
 
     The value is a weighted difference of errors, below 0 where the winner's is smaller.
     """
 
     beta: float = 100.0
-    """Their SD1.5: 100; SDXL: 500."""
+    """Slope of the pair weight in the gap. Published: 100 (SD1.5), 500 (SDXL)."""
     floor: float = 1e-3
-    """The least a pair counts, of at most 1 - floor. Their SD1.5: 0.001; SDXL: 0."""
+    """Smallest weight of a pair, the largest being 1 - floor. Published: 0.001 (SD1.5), 0
+    (SDXL)."""
 
     def __post_init__(self) -> None:
-        """Refuse weights that are none."""
+        """Reject a beta that is not positive and a floor outside [0, 0.5)."""
         require_positive(beta=self.beta)
         if not 0 <= self.floor < 0.5:
             raise ValueError(f"floor is {self.floor}; it must lie in [0, 0.5)")
 
     @property
     @override
-    def traits(self) -> Traits:
-        """At the start half of l_w - l_l, which depends on the data."""
-        return Traits()
+    def requirements(self) -> Requirements:
+        """Declare no initial loss: it is half of l_w - l_l, which depends on the data."""
+        return Requirements()
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs, and detached scalars for the log."""
-        policy, reference = sample_error(errors.policy), sample_error(errors.required_reference)
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        policy, reference = (
+            sample_error(residuals.policy),
+            sample_error(residuals.required_reference),
+        )
         each = linear_dpo(policy, reference, self.beta, self.floor)
         loss = (batch.weight.chunk(2)[0] * each).mean()
         gap = relative_gap(policy.detach(), reference)

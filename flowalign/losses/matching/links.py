@@ -1,4 +1,4 @@
-"""From the margin of a pair to its loss; what the losses of this folder check and log alike."""
+"""Map the margin of a pair to its loss; check settings and log pairs for all matching losses."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -19,71 +19,69 @@ from flowalign.functional.preference_loss import (
 
 
 class Link(ABC):
-    """Loss of a margin z = -beta/2 ((l_w - r_w) - (l_l - r_l)). It falls where z rises from 0."""
+    """Maps a margin z = -beta/2 ((l_w - r_w) - (l_l - r_l)) to a loss.
+
+    The loss falls where z rises from 0.
+    """
 
     @property
     @abstractmethod
     def at_start(self) -> float:
-        """Loss at z = 0."""
+        """Return the loss at z = 0."""
 
     @abstractmethod
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-        """One number per pair."""
+        """Return one loss per pair."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sigmoid(Link):
-    """DPO: -log sigmoid(z)."""
+    """Computes the loss of DPO, -log sigmoid(z)."""
 
     smoothing: float = 0.0
-    """Probability that a label is wrong; 0.1 is conservative DPO's."""
+    """Probability in [0, 0.5) that a label is wrong; 0.1 is conservative DPO's."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers the loser."""
+        """Reject a smoothing outside [0, 0.5), which would prefer the loser."""
         if not 0 <= self.smoothing < 0.5:
             raise ValueError(f"link.smoothing is {self.smoothing}; it must lie in [0, 0.5)")
 
     @property
     @override
     def at_start(self) -> float:
-        """Whatever the smoothing."""
+        """Return log 2, whatever the smoothing."""
         return log(2)
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-        """See `sigmoid_link`."""
         return sigmoid_link(z, self.smoothing)
 
 
 @dataclass(frozen=True)
 class Hinge(Link):
-    """max(0, 1 - z), as SLiC's: pairs with a margin above 1 are left alone."""
+    """Computes max(0, 1 - z), as SLiC does: pairs with a margin above 1 have no gradient."""
 
     @property
     @override
     def at_start(self) -> float:
-        """Of max(0, 1 - z)."""
         return 1.0
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-        """See `hinge_link`."""
         return hinge_link(z)
 
 
 @dataclass(frozen=True)
 class IPO(Link):
-    """(z - 1/2)^2: a margin is wanted that is neither smaller nor larger."""
+    """Computes (z - 1/2)^2: margins above 1/2 are lowered, those below are raised."""
 
     @property
     @override
     def at_start(self) -> float:
-        """Of (z - 1/2)^2."""
         return 0.25
 
     @override
     def loss(self, z: Float[Tensor, "m"]) -> Float[Tensor, "m"]:
-        """See `ipo_link`."""
         return ipo_link(z)
 
 
@@ -91,10 +89,10 @@ class IPO(Link):
 def pair_stats(
     policy: Float[Tensor, "n"], reference: Float[Tensor, "n"], beta: float
 ) -> dict[str, Tensor]:
-    """For the log, of pairs with a reference. `margin_abs` is per unit of beta / 2.
+    """Return scalars for the log of pairs with a reference; `margin_abs` is per beta / 2.
 
-    A drift above 0 is an error that rose: where drift_chosen does, both media of a pair become
-    unlikely, the rejected one faster.
+    A drift above 0 is an error that rose: where drift_chosen does, both media of a pair become less
+    likely, the rejected one faster.
     """
     gap = relative_gap(policy, reference)
     margin = implicit_margin(gap, beta)
@@ -112,13 +110,13 @@ def pair_stats(
 
 @torch.no_grad()
 def error_stats(policy: Float[Tensor, "n"]) -> dict[str, Tensor]:
-    """Mean errors of the winners and of the losers, for the log."""
+    """Return the mean errors of the winners and of the losers, for the log."""
     chosen, rejected = policy.chunk(2)
     return {"error_chosen": chosen.mean(), "error_rejected": rejected.mean()}
 
 
 def require_positive(**values: float) -> None:
-    """Refuse the first of these settings that is not above 0."""
+    """Reject the first of these settings that is not above 0."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")

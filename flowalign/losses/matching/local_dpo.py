@@ -1,7 +1,7 @@
-"""Local-DPO: the loser is the winner, made worse inside a mask.
+"""Train on pairs whose loser is the winner, corrupted inside a mask (Local-DPO).
 
-Source: Local-DPO, arXiv:2601.04068, and its code; each row's mask counts for itself, where theirs
-divides by the mask of the whole batch.
+Source: Local-DPO, arXiv:2601.04068, and its code; each row is normalised by its own mask, where
+theirs divides by the mask of the whole batch.
 """
 
 from dataclasses import dataclass
@@ -13,38 +13,39 @@ from typing_extensions import override
 from flowalign.functional.matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalDPO(MatchingLoss):
-    """Mean over pairs of weight * (DPO everywhere + DPO in the mask + sft (l_w + l_w in the mask)).
+    """Averages weight * (DPO + DPO in the mask + sft (l_w + l_w in the mask)) over pairs.
 
-    The mask's share of an error does not depend on the mask's size, see `masked_error`.
+    The error inside the mask does not depend on the mask's size, see `masked_error`.
     """
 
     beta: float = 5000.0
     sft: float = 0.1
-    """Weight of fitting the winner; 0: none."""
+    """Weight of fitting the winner; 0 turns it off."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject a beta that is not positive and an sft below 0."""
         require_positive(beta=self.beta)
         if not self.sft >= 0:
             raise ValueError(f"sft is {self.sft}; it must be at least 0")
 
     @property
     @override
-    def traits(self) -> Traits:
-        """At the start twice the logarithm of 2, and the winner's errors."""
-        return Traits(needs={"masks"})
+    def requirements(self) -> Requirements:
+        """Require masks; the loss starts at 2 log 2 plus sft times the winner's errors."""
+        return Requirements(requires={"masks"})
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs, and detached scalars for the log."""
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if batch.mask is None:
             raise ValueError("LocalDPO needs pairs with a mask; these have none")
-        policy, reference = errors.policy, errors.required_reference
+        policy, reference = residuals.policy, residuals.required_reference
         everywhere = sample_error(policy), sample_error(reference)
         strength = 1.0 if batch.mask_strength is None else batch.mask_strength
         inside = (

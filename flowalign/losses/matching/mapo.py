@@ -1,4 +1,4 @@
-"""MaPO: preferences without a reference.
+"""Train on preference pairs without a reference (MaPO).
 
 Source: MaPO, arXiv:2406.06424, and code of mapo-t2i/mapo.
 """
@@ -11,42 +11,45 @@ from typing_extensions import override
 from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
 from flowalign.losses.matching.links import error_stats, require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaPO(MatchingLoss):
-    """Mean over pairs of weight * mapo: fine-tuning on winners, plus a margin over the losers.
+    """Averages weight * mapo over pairs: fine-tuning on winners, plus a margin over the losers.
 
     At the published scale the margin is soon satisfied: with errors 0.5 and 0.6 its gradient is
     3e-9 of the winner's own, and what is left is fine-tuning on winners. It acts on pairs whose
-    errors differ by less than about 0.02, and on those that are in wrong order.
+    errors differ by less than about 0.02, and on those in the wrong order.
     """
 
     beta: float = 0.1
     """Weight of the margin."""
     scale: float = 1000.0
-    """Of the margin, theirs. Lower ones reach pairs that lie further apart."""
+    """Factor on the difference of likelihoods; 1000 is published. Lower values reach pairs that lie
+    further apart."""
     s: float = 0.5
-    """How fast likelihood falls with the error, see `mapo_likelihood`."""
+    """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject settings that are not positive."""
         require_positive(beta=self.beta, scale=self.scale, s=self.s)
 
     @property
     @override
-    def traits(self) -> Traits:
-        """Half the evaluations of DPO."""
-        return Traits(reference=False)
+    def requirements(self) -> Requirements:
+        """Require no reference, which takes half the evaluations of DPO."""
+        return Requirements(reference=False)
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs, and detached scalars for the log.
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over the pairs, and detached scalars for the log.
 
-        `margin_pull` is sigmoid(-margin), how much of the margin's gradient is left.
+        `margin_pull` is sigmoid(-margin), the share of the margin's gradient that is left.
         """
-        policy = sample_error(errors.policy)
+        policy = sample_error(residuals.policy)
         each = mapo(policy, self.beta, self.scale, self.s)
         loss = (batch.weight.chunk(2)[0] * each).mean()
         margin = mapo_margin(policy.detach(), self.scale, self.s)

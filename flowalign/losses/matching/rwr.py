@@ -1,4 +1,4 @@
-"""Reward-weighted regression: better samples are fitted harder.
+"""Fit samples with a weight that grows exponentially with their reward (RWR).
 
 Source: Flow-RWR, arXiv:2501.13918: exp(r) |v - v_theta|^2, without a weight of times.
 """
@@ -13,39 +13,40 @@ from typing_extensions import override
 from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
 from flowalign.losses.matching.links import require_positive
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class RWR(MatchingLoss):
-    """Mean over rows of weight * min(exp(r / temperature), cap) * l, r a weighted sum of scores.
+    """Averages weight * min(exp(r / temperature), cap) * l over rows, r a weighted sum of scores.
 
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
     """
 
     rewards: Mapping[str, float]
-    """Weight of each score dimension."""
+    """Weight of each reward dimension."""
     temperature: float = 1.0
-    """In units of the reward; the lower, the more the best rows count."""
+    """Temperature in units of the reward; the lower, the more the best rows count."""
     cap: float = 20.0
-    """Of the exponential, ours: no row counts more than 20 rows of reward 0."""
+    """Upper bound of the exponential, ours: no row counts more than `cap` rows of reward 0."""
 
     def __post_init__(self) -> None:
-        """Refuse rewards that are none."""
+        """Reject settings that are not positive, and empty rewards."""
         require_positive(temperature=self.temperature, cap=self.cap)
         if not self.rewards:
             raise ValueError("rewards is empty; name at least one score dimension and its weight")
 
     @property
     @override
-    def traits(self) -> Traits:
-        """A regression; every row has its own reward."""
-        return Traits(reference=False, paired=False)
+    def requirements(self) -> Requirements:
+        """Require neither a reference nor pairs: each row is fitted with its own reward."""
+        return Requirements(reference=False, paired=False)
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the rows, and detached scalars for the log."""
-        error = sample_error(errors.policy)
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        error = sample_error(residuals.policy)
         reward = weighted_score(batch.scores, self.rewards)
         known = reward.isfinite()
         raw = exponential_weight(reward, self.temperature, self.cap)

@@ -1,4 +1,4 @@
-"""Diffusion-SDPO: pushing the loser away must not carry the winner along.
+"""Keep the push on the loser from raising the winner's error (Diffusion-SDPO).
 
 Source: Diffusion-SDPO, arXiv:2511.03317, and code of AIDC-AI/Diffusion-SDPO.
 """
@@ -13,12 +13,12 @@ from typing_extensions import override
 
 from flowalign.functional.matching import per_row
 from flowalign.functional.preference_loss import loser_scale
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class Safeguard(MatchingLoss):
-    """Another loss of pairs, with the same value, whose gradient on losers is scaled down.
+    """Wraps a loss of pairs: the value stays the same, the gradient on losers is scaled down.
 
     A step of the network's output then lowers the winner's error, to first order, for every loss
     that pulls the winner at least as hard as it pushes the loser, such as DPO and LinearDPO. Under
@@ -27,16 +27,16 @@ class Safeguard(MatchingLoss):
 
     inner: MatchingLoss
     mu: float = 0.9
-    """How much of the winner's own descent is left at least; 1 forbids any conflict. Theirs with
-    DPO: 0.9 (SD1.5), 0.6 (SDXL)."""
+    """Smallest share of the winner's own descent that is left; 1 forbids any conflict. Published
+    with DPO: 0.9 (SD1.5), 0.6 (SDXL)."""
     per: Literal["pair", "batch"] = "pair"
-    """batch: one scale for all pairs of a process, as in their code."""
+    """pair: one scale per pair. batch: one scale for all pairs of a process, as in their code."""
 
     def __post_init__(self) -> None:
-        """Refuse what guards nothing."""
+        """Reject a mu outside [0, 1] and an inner loss that has no pairs."""
         if not 0 <= self.mu <= 1:
             raise ValueError(f"mu is {self.mu}; it must lie in [0, 1]")
-        if not self.inner.traits.paired:
+        if not self.inner.requirements.paired:
             raise ValueError(
                 f"inner is {type(self.inner).__name__}, which knows no losers; it must be a loss "
                 "of pairs, such as DPO"
@@ -44,20 +44,22 @@ class Safeguard(MatchingLoss):
 
     @property
     @override
-    def traits(self) -> Traits:
-        """Those of the guarded loss; with one scale for all pairs, a batch must be whole."""
-        inner = self.inner.traits
+    def requirements(self) -> Requirements:
+        """Return those of the inner loss; one scale for all pairs needs whole batches, too."""
+        inner = self.inner.requirements
         return replace(inner, whole_batch=self.per == "batch" or inner.whole_batch)
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """The guarded loss, and its scalars for the log with the mean scale of losers."""
-        winner, loser = errors.policy.chunk(2)
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the inner loss, and its scalars for the log with the mean scale of losers."""
+        winner, loser = residuals.policy.chunk(2)
         scale = self._scale(winner, loser)
         # The value is exactly the loser's; only what flows back is scaled.
         value = loser.detach()
         guarded = torch.cat([winner, value + per_row(scale, loser) * (loser - value)])
-        loss, stats = self.inner.loss(replace(errors, policy=guarded), batch)
+        loss, stats = self.inner.loss(replace(residuals, policy=guarded), batch, context)
         return loss, stats | {"loser_scale": scale.mean()}
 
     def _scale(

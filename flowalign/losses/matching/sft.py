@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the media that people liked."""
+"""Fine-tune on the media that people liked (supervised fine-tuning)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,26 +8,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional.matching import sample_error
-from flowalign.types import Errors, Examples, MatchingLoss, Traits
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFT(MatchingLoss):
-    """Mean over rows of weight * l, of which undesirable ones, losers of pairs, count as 0."""
+    """Averages weight * l over rows; undesirable rows, such as losers of pairs, count as 0."""
 
     on: Literal["desirable", "all"] = "desirable"
-    """all: labels are not looked at."""
+    """desirable: fits desirable and unlabelled rows. all: ignores the labels."""
 
     @property
     @override
-    def traits(self) -> Traits:
-        """A regression; where nobody judged, everything is fitted."""
-        return Traits(reference=False, paired=False)
+    def requirements(self) -> Requirements:
+        """Require neither a reference nor pairs nor labels: unlabelled media are fitted."""
+        return Requirements(reference=False, paired=False)
 
     @override
-    def loss(self, errors: Errors, batch: Examples) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the rows fitted, and detached scalars for the log."""
-        error = sample_error(errors.policy)
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        error = sample_error(residuals.policy)
         fitted = batch.desirable if self.on == "desirable" else torch.ones_like(batch.desirable)
         loss = (fitted * batch.weight * error).mean()
         return loss, {

@@ -1,4 +1,4 @@
-"""GRPO on denoising transitions: a surrogate of the ratio, and a Gaussian KL to the reference.
+"""Compute GRPO on denoising transitions: a surrogate of the ratio plus a KL to the reference.
 
 Source: Flow-GRPO, arXiv:2505.05470v5; the ratio averages the log-probability over latent elements.
 """
@@ -18,22 +18,24 @@ from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]
-"""gaussian: exact, as papers print it. gaussian_no_dt: Flow-GRPO's code. latent_mse: with CPS."""
+"""Form of the KL. gaussian: exact, as papers print it. gaussian_no_dt: as in Flow-GRPO's code.
+latent_mse: used with CPS."""
 
 
 @dataclass(frozen=True)
 class GRPO(PolicyLoss):
-    """Mean over transitions of weight * surrogate + kl_coef * KL(policy || reference)."""
+    """Averages weight * surrogate over transitions, and adds kl_coef * KL(policy || reference)."""
 
     surrogate: Surrogate = field(default_factory=PPOClip)
     kl_coef: float = 0.0
     kl: KL = "gaussian_no_dt"
     chunk_sizes: Sequence[int] | Literal["latent_change"] | None = None
-    """Runs of steps, from the first on, whose ratios count as one, their geometric mean. GCPO,
-    arXiv:2510.21583: 2, 3, 4, 7 of 16 steps. latent_change: found in each rollout."""
+    """Lengths of runs of steps, from the first on, whose ratios are replaced by their geometric
+    mean. GCPO, arXiv:2510.21583: 2, 3, 4, 7 of 16 steps. latent_change: found in each rollout.
+    Null: steps count alone."""
 
     def __post_init__(self) -> None:
-        """Refuse chunks that are none, and trust regions that look at more than the ratio."""
+        """Reject empty chunks, and chunks with a surrogate that needs more than the ratio."""
         if self.chunk_sizes is None:
             return
         if self.surrogate.needs_mean_old:
@@ -48,33 +50,33 @@ class GRPO(PolicyLoss):
 
     @property
     def needs_reference(self) -> bool:
-        """Only the KL term evaluates the reference."""
+        """Return whether there is a KL term, which alone evaluates the reference."""
         return self.kl_coef > 0
 
     @property
     def needs_mean_old(self) -> bool:
-        """As the surrogate says."""
+        """Return what the surrogate declares."""
         return self.surrogate.needs_mean_old
 
     @property
     def pairs(self) -> bool:
-        """Transitions are compared by their advantages before they get here."""
+        """Return False: transitions have been compared by their advantages before."""
         return False
 
     @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
-        """The chunk sizes."""
+        """Return the chunk sizes."""
         return self.chunk_sizes
 
     @property
     def clip(self) -> float:
-        """As the surrogate says."""
+        """Return the clip range of the surrogate."""
         return self.surrogate.clip
 
     def loss(
         self, policy: VelocityField, reference: VelocityField, batch: Minibatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the minibatch, and detached scalars for the log."""
+        """Return the mean loss over the minibatch, and detached scalars for the log."""
         current = batch.transition(policy)
         log_ratio = log_density(batch.kernel, batch.x_next.float(), current) - batch.logp_old
         if batch.chunk:
@@ -102,7 +104,7 @@ class GRPO(PolicyLoss):
 def ratio_stats(
     log_ratio: Float[Tensor, "n"], advantage: Float[Tensor, "n"], clip: float
 ) -> dict[str, Tensor]:
-    """Mean and spread of the ratio, and the share of samples that a clip holds back per side."""
+    """Return statistics of the ratio, and the share of samples that a clip stops on each side."""
     ratio = log_ratio.exp()
     return {
         "ratio_mean": ratio.mean(),

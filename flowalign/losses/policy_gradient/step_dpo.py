@@ -1,4 +1,4 @@
-"""DPO on single denoising transitions: of two alternatives, the better one becomes more likely.
+"""Train on pairs of denoising transitions: the better alternative becomes more likely.
 
 Source: SPO, arXiv:2406.04314, and code of RockeyCoss/SPO; there siblings are ranked by a reward
 model for noisy states, here by their advantage, whichever credit method it comes from.
@@ -21,17 +21,18 @@ from flowalign.types import Minibatch, PolicyLoss, VelocityField
 
 @dataclass(frozen=True, kw_only=True)
 class StepDPO(PolicyLoss):
-    """Mean over pairs of weight * step_dpo. Advantages decide who wins, not by how much."""
+    """Averages weight * step_dpo over pairs. Advantages decide who wins, not by how much."""
 
     beta: float = 10.0
     reference: Literal["reference", "old"] = "reference"
-    """What likelihoods are relative to: the frozen model, as in SPO, or, at no cost, the policy
-    that sampled."""
+    """What likelihoods are relative to. reference: the frozen model, as in SPO. old: the policy
+    that sampled, at no cost."""
     ratio_clip: float = 0.1
-    """A transition whose ratio to that is off 1 by more has no gradient. SPO: 0.1."""
+    """Transitions whose ratio to that reference differs from 1 by more have no gradient. SPO:
+    0.1."""
 
     def __post_init__(self) -> None:
-        """Refuse what prefers nothing."""
+        """Reject a beta that is not positive and a ratio_clip outside (0, 1)."""
         if not self.beta > 0:
             raise ValueError(f"algorithm.beta is {self.beta}; it must be above 0")
         if not 0 < self.ratio_clip < 1:
@@ -40,37 +41,33 @@ class StepDPO(PolicyLoss):
     @property
     @override
     def needs_reference(self) -> bool:
-        """Unless likelihoods are relative to the policy that sampled."""
+        """Return False if likelihoods are relative to the policy that sampled."""
         return self.reference == "reference"
 
     @property
     @override
     def needs_mean_old(self) -> bool:
-        """Likelihoods are enough."""
         return False
 
     @property
     @override
     def pairs(self) -> bool:
-        """A preference takes two."""
         return True
 
     @property
     @override
     def chunks(self) -> None:
-        """A pair is one of single steps."""
+        """Return None: a pair consists of single steps."""
 
     @property
     @override
     def clip(self) -> float:
-        """The ratio clip."""
         return self.ratio_clip
 
     @override
     def loss(
         self, policy: VelocityField, reference: VelocityField, batch: Minibatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the pairs of the minibatch, and detached scalars for the log."""
         log_ratio = self._logp(policy, batch) - self._base(reference, batch)
         kept = log_ratio.clamp(math.log1p(-self.clip), math.log1p(self.clip))
         winner, loser = kept.chunk(2)

@@ -1,4 +1,4 @@
-"""Trust regions of the GRPO family: what a transition adds, given how far the policy has moved."""
+"""Define the trust regions of the GRPO family: each turns log-ratios and advantages to a loss."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -25,19 +25,22 @@ class Surrogate(ABC):
     """Turns the log-ratio of each transition into a loss."""
 
     clip: float
-    """The largest movement that passes, in the surrogate's own unit."""
+    """Size of the trust region, in the surrogate's own unit."""
     needs_mean_old: ClassVar[bool]
 
     @abstractmethod
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
-        """Loss per sample, and the log-ratio that the trust region looked at."""
+        """Return the loss per sample, and the log-ratio that the trust region is applied to."""
 
 
 @dataclass(frozen=True)
 class PPOClip(Surrogate):
-    """Clip at 1 -+ clip. Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5)."""
+    """Clips the ratio at 1 -+ clip: -min(r A, clip(r) A).
+
+    Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5).
+    """
 
     clip: float = 1e-4
     needs_mean_old: ClassVar[bool] = False
@@ -46,13 +49,12 @@ class PPOClip(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """-min(r A, clip(r) A)."""
         return ppo_clip(log_ratio, batch.advantage, self.clip), log_ratio
 
 
 @dataclass(frozen=True)
 class RatioNorm(Surrogate):
-    """PPO clip on a ratio freed of its bias and of its step-dependent scale.
+    """Applies the PPO clip to a ratio without bias and step-dependent scale, see `ratio_norm`.
 
     With `step_weight: inverse_dt` this is GRPO-Guard as verl-omni has it, with
     `inverse_sensitivity` PRECISE's variant, with `uniform` Flow-Factory's. Source: GRPO-Guard,
@@ -66,14 +68,16 @@ class RatioNorm(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """PPO clip of `ratio_norm`."""
         normed = ratio_norm(log_ratio, current.mean, batch.required_mean_old, current.std)
         return ppo_clip(normed, batch.advantage, self.clip), normed
 
 
 @dataclass(frozen=True)
 class LogHinge(Surrogate):
-    """Hinge on the log-ratio. With `step_weight: proportional` this is PCPO, arXiv:2509.25774."""
+    """Applies a hinge to the log-ratio: max(0, clip |A| - A log r).
+
+    With `step_weight: proportional` this is PCPO, arXiv:2509.25774.
+    """
 
     clip: float = 1e-4
     needs_mean_old: ClassVar[bool] = False
@@ -82,13 +86,12 @@ class LogHinge(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """max(0, clip |A| - A log r)."""
         return log_hinge(log_ratio, batch.advantage, self.clip), log_ratio
 
 
 @dataclass(frozen=True)
 class DivergenceMask(Surrogate):
-    """-r A, except where the policy is `clip` away from the old one and would move further.
+    """Computes -r A, or 0 where the policy is `clip` from the old one and would move further.
 
     The distance is the exact Gaussian KL. Source: Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
     """
@@ -100,7 +103,6 @@ class DivergenceMask(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """-r A, or 0 where masked."""
         divergence = gaussian_kl(current, Gaussian(batch.required_mean_old, current.std)).detach()
         keep = divergence_mask(log_ratio.detach(), batch.advantage, divergence, self.clip)
         return -(keep * log_ratio.exp() * batch.advantage), log_ratio
@@ -108,21 +110,21 @@ class DivergenceMask(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardClip(Surrogate):
-    """PPO clip whose range grows with the size of the advantage, from `low` to `clip`.
+    """Applies the PPO clip with a range that grows with |advantage|, from `low` to `clip`.
 
-    No defaults, as the published values are not known to us. Source: Dynamic-TreeRPO,
+    There are no defaults, as the published values are not known to us. Source: Dynamic-TreeRPO,
     arXiv:2509.23352v3, our reconstruction: see `reward_clip`.
     """
 
     low: float
-    """Range at advantage 0."""
+    """Clip range at advantage 0."""
     clip: float
-    """Range that large advantages approach."""
+    """Clip range that large advantages approach."""
     sensitivity: float
     needs_mean_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Refuse a range that shrinks."""
+        """Reject a range that shrinks or is empty, and a sensitivity that is not positive."""
         if not (0 < self.low <= self.clip and self.sensitivity > 0):
             raise ValueError(
                 f"surrogate.low {self.low}, clip {self.clip}, sensitivity {self.sensitivity}: "
@@ -133,28 +135,27 @@ class RewardClip(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """PPO clip at `reward_clip`."""
         clip = reward_clip(batch.advantage, self.low, self.clip, self.sensitivity)
         return ppo_clip(log_ratio, batch.advantage, clip), log_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTuning(Surrogate):
-    """Another surrogate, plus coef * max(A, 0) * mean((v - v_travelled)^2).
+    """Adds coef * max(A, 0) * mean((v - v_travelled)^2) to another surrogate.
 
-    Good transitions are also learned by heart, the better the more. Source: Dynamic-TreeRPO,
+    Good transitions are also imitated, the better the more. Source: Dynamic-TreeRPO,
     arXiv:2509.23352v3, known to us from reviews only: there the target is the velocity of the best
     path of a group. The weight max(A, 0) is our reconstruction.
     """
 
     surrogate: Surrogate
     coef: float
-    """No default, as the published value is not known to us."""
+    """Weight of the added term; no default, as the published value is not known to us."""
     clip: float = field(init=False)
     needs_mean_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Take the clip of the other surrogate."""
+        """Take the clip of the other surrogate; reject one that looks at old means."""
         if self.surrogate.needs_mean_old:
             raise ValueError(
                 f"surrogate.surrogate is {type(self.surrogate).__name__}; "
@@ -168,7 +169,6 @@ class LayerTuning(Surrogate):
     def __call__(
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
-        """The sum of both."""
         loss, seen = self.surrogate(log_ratio, current, batch)
         kappa = mean_sensitivity(batch.kernel, batch.sigmas, batch.k, batch.eta)
         away = travelled_mse(current.mean, batch.x_next.float(), kappa)

@@ -1,1 +1,32 @@
-"""Training on preferences: pairs, labels and scores instead of rollouts with credit."""
+"""Matching training: losses of noised clean latents, on stored preferences or own rollouts."""
+
+from flowalign.training.matching.recipe import Matching
+from flowalign.training.matching.references import (
+    EMAReference,
+    FrozenBase,
+    PeriodicCopy,
+    Reference,
+    Teacher,
+)
+from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.source import Batch, BatchStream, DataSource
+from flowalign.training.matching.stored import StoredDataset
+from flowalign.training.matching.times import LogitNormal, SamplerGrid, Times, Uniform
+
+__all__ = [
+    "Batch",
+    "BatchStream",
+    "DataSource",
+    "EMAReference",
+    "FrozenBase",
+    "LogitNormal",
+    "Matching",
+    "PeriodicCopy",
+    "Reference",
+    "Rollouts",
+    "SamplerGrid",
+    "StoredDataset",
+    "Teacher",
+    "Times",
+    "Uniform",
+]

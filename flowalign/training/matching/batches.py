@@ -1,4 +1,4 @@
-"""Examples cut into parts and moved between devices; of pairs, both rows stay together."""
+"""Cut examples into parts and move them between devices; the rows of a pair stay together."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace
@@ -13,35 +13,36 @@ _PER_PAIR = ("segments",)
 _MAPPINGS = ("cond", "scores", "expert_cond")
 
 
-def num_units(examples: Examples) -> int:
-    """Pairs, or samples where there are none."""
+def num_examples(examples: Examples) -> int:
+    """Count the pairs, or the samples where there are no pairs."""
     return len(examples.latents) // 2 if examples.paired else len(examples.latents)
 
 
-def take(examples: Examples, units: Int[Tensor, "k"]) -> Examples:
-    """Some pairs, or samples."""
-    rows = torch.cat([units, units + num_units(examples)]) if examples.paired else units
+def take(examples: Examples, indices: Int[Tensor, "k"]) -> Examples:
+    """The pairs, or samples, with these indices."""
+    losers = [indices + num_examples(examples)] if examples.paired else []
+    rows = torch.cat([indices, *losers])
 
     def chosen(name: str, value: Tensor) -> Tensor:
-        return value[(units if name in _PER_PAIR else rows).to(value.device)]
+        return value[(indices if name in _PER_PAIR else rows).to(value.device)]
 
     kept = _mapped(examples, chosen)
     return replace(kept, users=[kept.users[i] for i in rows.tolist()]) if kept.users else kept
 
 
 def unpaired(examples: Examples) -> Examples:
-    """The rows of pairs as samples, for losses that take these."""
+    """Return the rows of pairs as samples, for losses that take these."""
     return replace(examples, paired=False, segments=None)
 
 
 def on(examples: Examples, device: torch.device) -> Examples:
-    """The same on a device; floating-point latents in float32."""
+    """Move examples to a device; floating-point latents become float32."""
     moved = _mapped(examples, lambda _, value: value.to(device))
     return replace(moved, latents=moved.latents.float())
 
 
 def _mapped(examples: Examples, change: Callable[[str, Tensor], Tensor]) -> Examples:
-    """Every tensor changed, those within mappings too."""
+    """Change every tensor, those within mappings too."""
     changed = {}
     for f in fields(examples):
         value = getattr(examples, f.name)

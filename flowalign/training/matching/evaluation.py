@@ -4,10 +4,15 @@ import torch
 
 from flowalign.functional.matching import sample_error
 from flowalign.training.learner import Learner
-from flowalign.training.matching.batches import num_units, on
-from flowalign.training.matching.errors import matching_errors, noise_for, personal
-from flowalign.training.matching.recipe import Preference
-from flowalign.types import Examples
+from flowalign.training.matching.batches import num_examples, on
+from flowalign.training.matching.residuals import (
+    Noised,
+    matching_residuals,
+    noise_for,
+    personal,
+)
+from flowalign.training.matching.settings import Settings
+from flowalign.types import Examples, VelocityField
 
 DRAWS = 4
 """Times and noises for each pair."""
@@ -15,7 +20,11 @@ DRAWS = 4
 
 @torch.no_grad()
 def held_out_metrics(
-    cfg: Preference, learner: Learner, examples: Examples | None, seed: int
+    cfg: Settings,
+    learner: Learner,
+    examples: Examples | None,
+    seed: int,
+    expert: VelocityField | None = None,
 ) -> dict[str, float]:
     """Implicit accuracy and drift of errors on held-out pairs; the same noises every time.
 
@@ -23,11 +32,16 @@ def held_out_metrics(
     than the loser, on average over times, and half where alike. Empty where there are no pairs.
     """
     processes, rows = learner.processes, torch.zeros(0, 3)
-    count = num_units(examples) if examples is not None and examples.paired else 0
+    count = num_examples(examples) if examples is not None and examples.paired else 0
     first = int(processes.gather(torch.tensor([count]))[: processes.rank].sum())
     if examples is not None and count:
         data = personal(learner.policy, on(examples, processes.device))
-        draws = [_drifts(cfg, learner, data, first, (seed, d)) for d in range(DRAWS)]
+        draws = [
+            _drifts(
+                cfg, learner, expert, noise_for(cfg, learner.policy, data, first, (seed, d, -1))
+            )
+            for d in range(DRAWS)
+        ]
         rows = torch.stack(draws).mean(0)
     everyone = processes.gather(rows)
     if not len(everyone):
@@ -42,14 +56,13 @@ def held_out_metrics(
 
 
 def _drifts(
-    cfg: Preference, learner: Learner, data: Examples, first: int, key: tuple[int, int]
+    cfg: Settings, learner: Learner, expert: VelocityField | None, noised: Noised
 ) -> torch.Tensor:
     """[pairs, 3]: change of the winner's error, of the loser's, and which fell more."""
-    noised = noise_for(cfg, learner.policy, data, first, (*key, -1))
     found = []
     for part in noised.parts(cfg.micro_batch):
-        errors = matching_errors(cfg, learner.policy, learner.reference, part, learner.expert)
-        drift = sample_error(errors.policy) - sample_error(errors.required_reference)
+        residuals = matching_residuals(cfg, learner.policy, learner.reference, part, expert)
+        drift = sample_error(residuals.policy) - sample_error(residuals.required_reference)
         chosen, rejected = drift.chunk(2)
         found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))
     return torch.cat(found).cpu()

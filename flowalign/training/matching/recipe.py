@@ -1,65 +1,117 @@
-"""One recipe of preference training: what is matched, with what loss, against what reference."""
+"""Matching training: losses of noised clean latents, from stored data or the policy's rollouts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 
-from flowalign.functional.matching import Space
-from flowalign.losses.matching.dpo import DPO
-from flowalign.training.matching.references import Base, Reference, Teacher
-from flowalign.training.matching.times import LogitNormal, Times
-from flowalign.training.policy_gradient import checks as gates
-from flowalign.types import MatchingLoss
+from typing_extensions import override
+
+from flowalign.rewards.composite import OnFailure
+from flowalign.training.learner import Learner
+from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.references import FrozenBase
+from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.source import DataSource
+from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.types import ModelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference:
-    """Everything about a run but its model, its data and its optimizer."""
+class Matching(Settings, Recipe):
+    """Train on pairs, labels or samples: the DPO family, KTO, fine-tuning."""
 
-    loss: MatchingLoss = field(default_factory=DPO)
-    reference: Reference = field(default_factory=Base)
-    expert: Teacher | None = None
-    """Weights whose velocities data of kind attributes are matched to (target-DPO)."""
-    times: Times = field(default_factory=LogitNormal)
-    """Noise levels at which latents are matched; the two of a pair share time and noise."""
-    space: Space = "velocity"
-    """In which squared errors are taken; noise is that of SD1.5 and SDXL."""
-    sft: float = 0.0
-    """Weight of the mean error of winners (of samples, the desirable ones), added to the loss."""
-    kl: float = 0.0
-    """Weight of the mean square between the velocities of policy and reference."""
-    updates_per_step: int = 1
-    """Into how many optimizer updates the examples of a step are divided."""
-    epochs_per_step: int = 1
-    """How often the examples of a step are gone through."""
-    micro_batch: int = 32
-    """Pairs or samples per forward and backward pass; changes memory, not the update."""
-    alarm: int = 25
-    """After so many updates in a row in which winners are matched worse than by the reference, the
-    run says so: likelihood displacement. 0: never."""
-    on_failed_check: gates.OnFailure = "raise"
-
-    def __post_init__(self) -> None:
-        """Reject what no run can use, before anything heavy is loaded."""
-        for name in ("updates_per_step", "epochs_per_step", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("sft", "kl", "alarm"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 0")
+    data: DataSource
+    """Where examples come from, by dotted path."""
+    on_failed_reward: OnFailure = field(default="raise", init=False)
+    """Fixed: stored data need no reward, and rollouts have a setting of their own."""
 
     @property
-    def updates(self) -> int:
-        """Optimizer updates of one step."""
-        return self.updates_per_step * self.epochs_per_step
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return self.data.prompt_files
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the reference is evaluated."""
-        return self.loss.traits.reference or self.kl > 0
+    @override
+    def examples_per_step(self) -> int:
+        return self.data.examples_per_step
 
-    def check_whole_batch(self, units: int) -> None:
-        """ValueError where a loss that compares all rows of a batch would see only a part."""
-        if units > self.micro_batch * self.updates_per_step:
+    @property
+    @override
+    def sampler(self) -> tuple[int, int] | None:
+        return None
+
+    @override
+    def check(self, run: RunContext) -> None:
+        self._check_loss_and_data()
+        self._check_references()
+        self.data.check(run)
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        data, loss = self.data, type(self.loss).__name__
+        self.times.check(model.sigmas)
+        if data.examples_per_step < world:
             raise ValueError(
-                f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
-                f"compares all of the {units} pairs or samples of a step: make it as large"
+                f"recipe.data gives {data.examples_per_step} pairs or samples a step "
+                f"to {world} processes"
+            )
+        batch = data.examples_per_step * (2 if data.paired else 1)
+        passes, has_expert = batch * self.epochs_per_step, self.expert is not None
+        others = {"reference": self.needs_reference, "expert": has_expert}
+        beside = "".join(f" + {passes} {name}" for name, evaluated in others.items() if evaluated)
+        reference = type(self.reference).__name__ if self.needs_reference else None
+        per_velocity, num_rewards = run.policy.evaluations_per_velocity, len(run.rewards.models)
+        return RecipePlan(
+            rows={
+                "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
+                **data.plan(per_velocity, num_rewards),
+                "matching evaluations per step": f"{passes} training{beside}",
+            },
+            parts=[MemoryPart("latents", 4 * (batch // world) * prod(model.latent_shape))],
+            evaluations_per_example=1 + data.paired,
+            weight_copies=(not isinstance(self.reference, FrozenBase)) + has_expert,
+        )
+
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        self.reference.build(learner)
+        expert = self.expert.field(learner) if self.expert else None
+        stream = self.data.open(
+            learner.policy,
+            run.rewards,
+            run.seed,
+            learner.processes,
+            self.loss.requirements.requires,
+            log,
+        )
+        return MatchingLoop(self, learner, stream, run.seed, expert, log)
+
+    def _check_loss_and_data(self) -> None:
+        """Whether the loss can learn from such data. ValueError where it cannot."""
+        loss, requirements = type(self.loss).__name__, self.loss.requirements
+        if requirements.paired and not self.data.paired:
+            raise ValueError(
+                f"recipe.loss {loss} compares pairs, but recipe.data gives samples: "
+                "set recipe.data.kind to pairs, or choose KTO, RWR or SFT"
+            )
+        if missing := sorted(requirements.requires - self.data.provides):
+            raise ValueError(
+                f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
+                f"{type(self.data).__name__} never has here: it takes pairs that are stored"
+            )
+        if requirements.whole_batch:
+            self.check_whole_batch(self.data.examples_per_step)
+
+    def _check_references(self) -> None:
+        """Whether every reference that is named is evaluated. ValueError where one is not."""
+        if self.data.needs_expert != (self.expert is not None):
+            raise ValueError(
+                "recipe.expert and recipe.data.kind attributes belong together: "
+                "an expert says what rows with attributes are matched to"
+            )
+        if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
+            raise ValueError(
+                f"recipe.reference {type(self.reference).__name__} is not looked at: "
+                f"{type(self.loss).__name__} needs no reference, and recipe.kl is 0"
             )

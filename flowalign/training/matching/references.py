@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner
-from flowalign.training.reference import Swapped
+from flowalign.training.reference import WeightOverride
 from flowalign.types import VelocityField
 
 
@@ -23,7 +23,7 @@ class Reference(ABC):
 
 
 @dataclass(frozen=True)
-class Base(Reference):
+class FrozenBase(Reference):
     """The model before training: the adapter switched off, or a frozen copy without one."""
 
     @property
@@ -36,7 +36,7 @@ class Base(Reference):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Average(Reference):
+class EMAReference(Reference):
     """An exponential moving average of the policy.
 
     Source: Linear-DPO, arXiv:2605.21123, decays .95 to .995 once an update, after it.
@@ -60,7 +60,7 @@ class Average(Reference):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refreshed(Reference):
+class PeriodicCopy(Reference):
     """A copy of the policy, taken anew every so many updates: iterative DPO."""
 
     every: int = 40
@@ -101,9 +101,9 @@ class Teacher(Reference):
         learner.policy.load_weights(self.path)
         theirs = EMA(learner.parameters, 0.0)
         mine.write()
-        return Swapped(learner.policy, theirs)
+        return WeightOverride(learner.policy, theirs)
 
 
 def _follow(learner: Learner, average: EMA) -> None:
     learner.averages["reference"] = average
-    learner.reference = Swapped(learner.policy, average)
+    learner.reference = WeightOverride(learner.policy, average)

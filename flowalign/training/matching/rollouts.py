@@ -14,18 +14,18 @@ from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
-from flowalign.training.learner import Learner
-from flowalign.training.matching.source import NOTHING, Batch, Source, Stream
-from flowalign.types import Examples, Known
+from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
+from flowalign.training.recipe import Log, RunContext
+from flowalign.types import Examples, Label, Policy
 from flowalign.utils.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(Source):
+class Rollouts(DataSource):
     """K samples per prompt by the deterministic sampler, paired by their weighted rewards."""
 
     prompts: str
-    """As of online runs."""
+    """A prompts file, as for policy-gradient training."""
     prompts_per_step: int = 16
     samples_per_prompt: int = 8
     num_steps: int = 10
@@ -40,61 +40,59 @@ class Rollouts(Source):
         """Refuse numbers with which nothing can be compared."""
         if self.samples_per_prompt < 2:
             raise ValueError(
-                f"data.samples_per_prompt is {self.samples_per_prompt}; a pair takes at least 2"
+                f"recipe.data.samples_per_prompt is {self.samples_per_prompt}; "
+                "a pair takes at least 2"
             )
         for name in ("prompts_per_step", "num_steps", "micro_batch"):
             if getattr(self, name) < 1:
-                raise ValueError(f"data.{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(
+                    f"recipe.data.{name} is {getattr(self, name)}; it must be at least 1"
+                )
 
     @property
     @override
     def paired(self) -> bool:
-        """Always."""
         return True
 
     @property
     @override
-    def knows(self) -> Set[Known]:
-        """Winners and losers, and nothing of their parts."""
+    def provides(self) -> Set[Label]:
         return {"labels"}
 
     @property
     @override
     def needs_expert(self) -> bool:
-        """Never."""
         return False
 
     @property
     @override
-    def units_per_step(self) -> int:
-        """If no two samples are equally good."""
+    def examples_per_step(self) -> int:
+        """The number of pairs where no two samples are equally good."""
         return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
 
     @property
     @override
     def prompt_files(self) -> list[str]:
-        """Its prompts."""
         return [self.prompts]
 
     @override
-    def check(self, rewards: Rewards) -> None:
+    def check(self, run: RunContext) -> None:
         """Raise ValueError where nothing decides which sample is better."""
         read_prompts(self.prompts)
-        if not rewards.weights.any():
+        if not run.rewards.weights.any():
             raise ValueError(
-                "data of class Rollouts pairs samples by rewards: name reward models in rewards, "
-                "and weigh at least one dimension in reward_weights"
+                "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
+                "rewards, and weigh at least one dimension in reward_weights"
             )
 
     @override
     def plan(self, evaluations_per_velocity: int, num_rewards: int) -> dict[str, str]:
-        """What sampling and scoring cost."""
         samples = self.prompts_per_step * self.samples_per_prompt
         evaluations = samples * self.num_steps * evaluations_per_velocity
         return {
             "samples per step": f"{samples} = {self.prompts_per_step} prompts x "
             f"{self.samples_per_prompt}",
-            "pairs per step": f"at most {self.units_per_step}",
+            "pairs per step": f"at most {self.examples_per_step}",
             "sampling evaluations per step": f"{evaluations}",
             "decodes per step": f"{samples}",
             "reward calls per step": f"{samples * num_rewards}",
@@ -102,55 +100,61 @@ class Rollouts(Source):
 
     @override
     def open(
-        self, learner: Learner, rewards: Rewards, seed: int, processes: Processes,
-        needs: Set[Known] = NOTHING,
-    ) -> "RolloutStream":  # fmt: skip
-        """Nothing is made before its step. ValueError where a process would sample nothing."""
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        seed: int,
+        processes: Processes,
+        requires: Set[Label] = NO_LABELS,
+        log: Log = lambda _: None,
+    ) -> "RolloutStream":
+        """Check that every process samples something; batches are made at their steps."""
         if self.prompts_per_step < processes.world:
             raise ValueError(
-                f"data.prompts_per_step is {self.prompts_per_step}, "
+                f"recipe.data.prompts_per_step is {self.prompts_per_step}, "
                 f"fewer than the {processes.world} processes"
             )
-        return RolloutStream(self, learner, rewards, seed, processes)
+        return RolloutStream(self, policy, rewards, seed, processes)
 
 
-class RolloutStream(Stream):
+class RolloutStream(BatchStream):
     """Samples of the policy as it is at each step."""
 
     def __init__(
-        self, cfg: Rollouts, learner: Learner, rewards: Rewards, seed: int, processes: Processes
+        self, cfg: Rollouts, policy: Policy, rewards: Rewards, seed: int, processes: Processes
     ):
-        self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
+        self.cfg, self.policy, self.rewards, self.seed = cfg, policy, rewards, seed
         self.processes = processes
         self.prompts = Prompts(read_prompts(cfg.prompts), seed)
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Each is sampled when it is asked for."""
+        """Sample each batch when its step comes."""
         for step in steps:
             yield self._batch(step)
 
     @override
     def held_out(self) -> Examples | None:
-        """None: pairs age with the policy that made them."""
+        """There are none: pairs age with the policy that made them."""
         return None
 
     def _batch(self, step: int) -> Batch:
         cfg, prompts = self.cfg, self.prompts.batch(step, self.cfg.prompts_per_step)
-        mine = list(self.processes.share(range(len(prompts))))
-        latents, scores = self._sampled(step, [prompts[i] for i in mine], mine)
+        local = list(self.processes.share(range(len(prompts))))
+        latents, scores = self._sampled(step, [prompts[i] for i in local], local)
         total = (scores.nan_to_num() * self.rewards.weights).sum(1)
         total = total.where(self.rewards.usable(scores.isfinite()), torch.tensor(torch.nan))
-        weighed = self.rewards.weights != 0
-        better = scores[:, weighed] * self.rewards.weights[weighed].sign()
+        weighted = self.rewards.weights != 0
+        better = scores[:, weighted] * self.rewards.weights[weighted].sign()
         found = [
             cfg.rule.pairs(some, t)
             for some, t in zip(
-                better.split(cfg.samples_per_prompt), total.split(cfg.samples_per_prompt),
+                better.split(cfg.samples_per_prompt),
+                total.split(cfg.samples_per_prompt),
                 strict=True,
             )
-        ]  # fmt: skip
-        examples = self._paired(latents, scores, [prompts[i] for i in mine], found)
+        ]
+        examples = self._paired(latents, scores, [prompts[i] for i in local], found)
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
         return Batch(examples, first, int(counts.sum()), self._metrics(scores, total, counts))
@@ -162,7 +166,7 @@ class RolloutStream(Stream):
         cfg, copies = self.cfg, range(self.cfg.samples_per_prompt)
         repeated = [prompt for prompt in prompts for _ in copies]
         seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]
-        policy = self.learner.policy
+        policy = self.policy
         latents = generate(policy, repeated, cfg.num_steps, seeds, cfg.micro_batch)
         scoring = self.rewards.scoring()
         groups = [i for i in places for _ in copies]
@@ -192,21 +196,23 @@ class RolloutStream(Stream):
         )
         rows = torch.cat([winners, losers])
         owner = (rows // self.cfg.samples_per_prompt).to(latents.device)
-        cond = self.learner.policy.encode(prompts)
+        cond = self.policy.encode(prompts)
         return Examples(
             latents=latents[rows.to(latents.device)],
-            cond={name: value[owner] for name, value in cond.items()}, paired=True,
-            weight=torch.ones(len(rows)), desirable=torch.arange(len(rows)) < len(winners),
+            cond={name: value[owner] for name, value in cond.items()},
+            paired=True,
+            weight=torch.ones(len(rows)),
+            desirable=torch.arange(len(rows)) < len(winners),
             scores=dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
-        )  # fmt: skip
+        )
 
     def _metrics(
         self, scores: Float[Tensor, "n R"], total: Float[Tensor, "n"], counts: Int[Tensor, "w"]
     ) -> dict[str, float]:
-        """Of everyone's samples."""
-        everyone, totals = self.processes.gather(scores), self.processes.gather(total)
+        """Rewards of the samples of all processes."""
+        all_scores, totals = self.processes.gather(scores), self.processes.gather(total)
         usable = totals[totals.isfinite()]
-        means = zip(self.rewards.dims, everyone.nanmean(0).tolist(), strict=True)
+        means = zip(self.rewards.dims, all_scores.nanmean(0).tolist(), strict=True)
         nothing = float("nan")
         return {
             **{f"reward/{dim}": mean for dim, mean in means},

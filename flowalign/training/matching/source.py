@@ -6,13 +6,11 @@ from dataclasses import dataclass, field
 
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
-from flowalign.training.learner import Learner
-from flowalign.training.matching.recipe import Preference
-from flowalign.training.matching.references import Base
-from flowalign.types import Examples, Known
+from flowalign.training.recipe import Log, RunContext
+from flowalign.types import Examples, Label, Policy
 
-NOTHING: Set[Known] = frozenset()
-"""What most losses need beside media and prompts."""
+NO_LABELS: Set[Label] = frozenset()
+"""What most losses require beside media and prompts."""
 
 
 @dataclass(frozen=True)
@@ -21,27 +19,27 @@ class Batch:
 
     examples: Examples
     first: int
-    """Place of my first pair or sample among everyone's."""
+    """Position of this process's first pair or sample among those of all processes."""
     total: int
     """Pairs or samples of all processes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What making it has shown, equal on all processes."""
+    """Measurements of the making of the batch, equal on all processes."""
 
 
-class Stream(ABC):
-    """Examples of a started run."""
+class BatchStream(ABC):
+    """The batches of a started run."""
 
     @abstractmethod
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """One batch a step: a function of the seed, the step and, of rollouts, the policy."""
+        """One batch a step: a function of the seed, the step and, for rollouts, the policy."""
 
     @abstractmethod
     def held_out(self) -> Examples | None:
-        """My share of the pairs that are never trained on, if there are any."""
+        """This process's share of the pairs that are never trained on, if there are any."""
 
 
-class Source(ABC):
-    """Examples as a run file names them."""
+class DataSource(ABC):
+    """Examples, as a run file names them."""
 
     @property
     @abstractmethod
@@ -50,17 +48,17 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def knows(self) -> Set[Known]:
-        """What it may know of its examples; a loss that needs anything else is refused."""
+    def provides(self) -> Set[Label]:
+        """The labels that its examples may have; a loss that requires another one is refused."""
 
     @property
     @abstractmethod
     def needs_expert(self) -> bool:
-        """Whether an expert has to say what rows are matched to."""
+        """Whether an expert has to say what samples are matched to."""
 
     @property
     @abstractmethod
-    def units_per_step(self) -> int:
+    def examples_per_step(self) -> int:
         """Pairs or samples of a step at most, over all processes."""
 
     @property
@@ -69,7 +67,7 @@ class Source(ABC):
         """Files of prompts that are sampled."""
 
     @abstractmethod
-    def check(self, rewards: Rewards) -> None:
+    def check(self, run: RunContext) -> None:
         """Raise ValueError for what no run can use, before anything heavy is loaded."""
 
     @abstractmethod
@@ -78,42 +76,16 @@ class Source(ABC):
 
     @abstractmethod
     def open(
-        self, learner: Learner, rewards: Rewards, seed: int, processes: Processes,
-        needs: Set[Known] = NOTHING,
-    ) -> Stream:  # fmt: skip
-        """Read, encode, get ready; of samples, only what has the labels that a loss needs.
+        self,
+        policy: Policy,
+        rewards: Rewards,
+        seed: int,
+        processes: Processes,
+        requires: Set[Label] = NO_LABELS,
+        log: Log = lambda _: None,
+    ) -> BatchStream:
+        """Read, encode, get ready; only samples that have the labels that a loss requires.
 
         Raises:
             ValueError: these data cannot be trained on.
         """
-
-
-def check_together(recipe: Preference, data: Source) -> None:
-    """Whether the loss can learn from such data, and everything in the recipe is used.
-
-    Raises:
-        ValueError: it cannot, or something is not.
-    """
-    loss = type(recipe.loss).__name__
-    if recipe.loss.traits.paired and not data.paired:
-        raise ValueError(
-            f"recipe.loss {loss} compares pairs, "
-            "but data gives samples: set data.kind to pairs, or choose KTO, RWR or SFT"
-        )
-    if missing := sorted(recipe.loss.traits.needs - data.knows):
-        raise ValueError(
-            f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
-            f"{type(data).__name__} never has here: it takes pairs that are stored"
-        )
-    if data.needs_expert != (recipe.expert is not None):
-        raise ValueError(
-            "recipe.expert and data.kind attributes belong together: "
-            "an expert says what rows with attributes are matched to"
-        )
-    if not (recipe.needs_reference or isinstance(recipe.reference, Base)):
-        raise ValueError(
-            f"recipe.reference {type(recipe.reference).__name__} is not looked at: "
-            f"{loss} needs no reference, and recipe.kl is 0"
-        )
-    if recipe.loss.traits.whole_batch:
-        recipe.check_whole_batch(data.units_per_step)

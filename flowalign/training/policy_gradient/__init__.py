@@ -1,1 +1,5 @@
-"""TODO room."""
+"""Policy-gradient training: rewards of rollouts, credited to denoising steps (the GRPO family)."""
+
+from flowalign.training.policy_gradient.recipe import PolicyGradient
+
+__all__ = ["PolicyGradient"]

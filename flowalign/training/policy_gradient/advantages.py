@@ -1,121 +1,163 @@
-"""From prompts to transitions with advantages: sample, value, credit, compare."""
+"""From the values of rollouts to advantages: credit each step, compare over all ranks, batch."""
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowalign.distributed.processes import Processes
 from flowalign.functional.advantage import advantages, zero_spread_share
+from flowalign.functional.combine import Multipliers
 from flowalign.functional.weight import step_weights
-from flowalign.rewards.composite import Rewards, surviving
-from flowalign.rewards.objectives import Transformed, not_dominated
-from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.batches import Rollout
-from flowalign.training.policy_gradient.chunks import arranged
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.rewards.composite import Rewards, drop_failed
+from flowalign.rewards.objectives import TransformedValues, not_dominated
+from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.chunks import prepare_for_loss
+from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.types import StepCredit
 
 
 @dataclass(frozen=True)
-class Judged:
-    """What this rank has sampled, valued and earned in one step, before it is learned from."""
+class StepResult:
+    """What this rank has sampled, valued and credited in one step, before it is learned from."""
 
-    batch: Rollout
-    earned: StepCredit
-    values: StateValues
+    batch: TrainBatch
+    credit: StepCredit
+    values: CompletionValues
 
 
-def judge(
-    cfg: Online,
-    learner: Learner,
-    values: StateValues,
-    look: Callable[[Judged], None] | None = None,
-) -> tuple[Rollout, dict[str, float]]:
-    """Value the states that the credit method asks for, and compare transitions over all ranks."""
+class StepObserver(ABC):
+    """Looks at each step before its update."""
+
+    @abstractmethod
+    def __call__(self, step: int, result: StepResult) -> None:
+        """Take in a step; the time that it takes counts to the reward stage."""
+
+    @abstractmethod
+    def draw(self) -> float:
+        """Write figures of the last step, if any. Returns the seconds spent."""
+
+
+@dataclass(frozen=True)
+class GatheredCredit:
+    """The credit of all ranks in rank order, and the rewards of their finished samples."""
+
+    credit: StepCredit
+    """Its mask leaves out transitions whose rewards failed."""
+    outcome: Float[Tensor, "n R"]
+    """Rewards of finished samples; NaN where a reward failed."""
+    trained: Bool[Tensor, "n T"]
+    """The mask of `credit` without samples that others dominate (Pareto)."""
+    rank_offset: int
+    """Position of this rank's first sample."""
+    num_dropped: int
+    """Transitions that were to be trained and are not, because a reward failed."""
+
+
+def compute_credit(cfg: Settings, values: CompletionValues) -> StepCredit:
+    """Credit the transitions of this rank, asking for the values that the method needs."""
+    transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform)
+    return cfg.credit(values.trajectory, transformed)
+
+
+def gather_credit(
+    cfg: Settings, processes: Processes, values: CompletionValues, credit: StepCredit
+) -> GatheredCredit:
+    """The credit of all ranks. Groups never span ranks, so their ids only need to differ."""
     trajectory, rewards = values.trajectory, values.rewards
-    if cfg.thresholds and rewards.multipliers is None:
-        rewards.multipliers = cfg.thresholds.start(rewards.dims)
-    earned = cfg.credit(trajectory, Transformed(values, rewards.dims, cfg.value_transform))
-    usable = rewards.usable(earned.value.isfinite().flatten(0, 1)).view(earned.mask.shape)
-    usable = surviving(usable, trajectory.group_size, cfg.on_failed_reward)
-    ids = earned.group
-    if cfg.advantage_scale == "joint":
-        ids = (torch.arange(len(ids)) // trajectory.group_size)[:, None].expand_as(ids)
-    gathered = _gather(learner, StepCredit(earned.value, ids, earned.mask & usable))
-    advantage = advantages(
-        gathered.value.nan_to_num(), gathered.group, gathered.mask, rewards.current_weights,
-        scale=cfg.advantage_scale, combine=cfg.advantage_combine, std_floor=cfg.std_floor,
-    ).clamp(-cfg.advantage_clip, cfg.advantage_clip)  # fmt: skip
-    first, (final, prompt) = _first(learner, len(earned.mask)), _outcomes(learner, values)
-    trained = gathered.mask & not_dominated(cfg.pareto, final, prompt, rewards)[:, None]
-    mine, eta = slice(first, first + len(earned.mask)), trajectory.eta.amax(0)
-    batch = Rollout(
-        trajectory=trajectory,
-        advantage=advantage[mine],
-        mask=trained[mine],
-        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
-        everyone=trained,
-        first=first,
+    usable = rewards.usable(credit.value.isfinite().flatten(0, 1)).view(credit.mask.shape)
+    usable = drop_failed(usable, trajectory.group_size, cfg.on_failed_reward)
+    prompt = torch.arange(len(credit.mask)) // trajectory.group_size
+    joint = cfg.advantage_scale == "joint"
+    group = prompt[:, None].expand_as(credit.group) if joint else credit.group
+    gather, rank_id = processes.gather, processes.rank << 40
+    value, requested = gather(credit.value), gather(credit.mask)
+    mask, outcome = gather(credit.mask & usable), gather(values([trajectory.num_steps])[:, 0])
+    kept = not_dominated(cfg.pareto, outcome, gather(prompt + rank_id), rewards)
+    return GatheredCredit(
+        credit=StepCredit(value, gather(group + rank_id), mask),
+        outcome=outcome,
+        trained=mask & kept[:, None],
+        rank_offset=_rank_offset(processes, len(credit.mask)),
+        num_dropped=int((requested & ~mask).sum()),
     )
-    batch = arranged(batch, cfg.algorithm, learner.processes)
-    if look:
-        look(Judged(batch, earned, values))
-    lost = float((learner.processes.gather(earned.mask) & ~gathered.mask).sum())
-    metrics = _reward_metrics(rewards, final, gathered, advantage) | {"transitions_dropped": lost}
-    if cfg.pareto != "off":
-        metrics["dominated"] = 1 - float(trained.sum() / gathered.mask.sum().clamp(min=1))
-    if cfg.thresholds and rewards.multipliers:
-        current = zip(rewards.dims, rewards.current_weights.tolist(), strict=True)
-        metrics |= {f"weight/{dim}": weight for dim, weight in current if dim in cfg.thresholds.at}
-        rewards.multipliers = cfg.thresholds.after(rewards.multipliers, final)
-    return batch, metrics
 
 
-def _outcomes(
-    learner: Learner, values: StateValues
-) -> tuple[Float[Tensor, "n R"], Int[Tensor, "n"]]:
-    """Rewards of everyone's finished samples, and which prompt each belongs to."""
-    trajectory, gather = values.trajectory, learner.processes.gather
-    prompt = torch.arange(len(trajectory.prompts)) // trajectory.group_size
-    final = values([trajectory.num_steps])[:, 0]
-    return gather(final), gather(prompt + (learner.processes.rank << 40))
+def compute_advantages(
+    cfg: Settings, credit: StepCredit, weights: Float[Tensor, "R"]
+) -> Float[Tensor, "n T"]:
+    """Advantages of all transitions, each compared with its group, clipped."""
+    return advantages(
+        credit.value.nan_to_num(),
+        credit.group,
+        credit.mask,
+        weights,
+        scale=cfg.advantage_scale,
+        combine=cfg.advantage_combine,
+        std_floor=cfg.std_floor,
+    ).clamp(-cfg.advantage_clip, cfg.advantage_clip)
 
 
-def _gather(learner: Learner, mine: StepCredit) -> StepCredit:
-    """Everyone's credit in rank order; groups never span ranks, so ids only need to differ."""
-    gather = learner.processes.gather
-    group = mine.group + (learner.processes.rank << 40)
-    return StepCredit(gather(mine.value), gather(group), gather(mine.mask))
-
-
-def _first(learner: Learner, num_mine: int) -> int:
-    counts = learner.processes.gather(torch.tensor([num_mine]))
-    return int(counts[: learner.processes.rank].sum())
-
-
-def _reward_metrics(
-    rewards: Rewards,
-    final: Float[Tensor, "n R"],
-    credit: StepCredit,
+def build_batch(
+    cfg: Settings,
+    processes: Processes,
+    values: CompletionValues,
+    gathered: GatheredCredit,
     advantage: Float[Tensor, "n T"],
-) -> dict[str, float]:
-    mean = dict(zip(rewards.dims, final.nanmean(0).tolist(), strict=True))
-    weighted = (final.nan_to_num() @ rewards.weights)[rewards.usable(final.isfinite())]
-    total = credit.value.nan_to_num() @ rewards.weights
-    flat = (
-        zero_spread_share(total[credit.mask], credit.group[credit.mask])
-        if credit.mask.any()
-        else 1.0
+) -> TrainBatch:
+    """This rank's transitions with their advantages, in pairs or chunks if the loss wants these."""
+    trajectory, start = values.trajectory, gathered.rank_offset
+    local, eta = slice(start, start + len(trajectory.prompts)), trajectory.eta.amax(0)
+    batch = TrainBatch(
+        trajectory=trajectory,
+        advantage=advantage[local],
+        mask=gathered.trained[local],
+        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
+        global_mask=gathered.trained,
+        rank_offset=start,
     )
+    return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def credit_metrics(
+    rewards: Rewards, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
+) -> dict[str, float]:
+    """Rewards, their spread in groups, and the size of advantages, over all ranks."""
+    credit, outcome = gathered.credit, gathered.outcome
+    usable = rewards.usable(outcome.isfinite())
+    mean = dict(zip(rewards.dims, outcome.nanmean(0).tolist(), strict=True))
+    weighted = (outcome.nan_to_num() @ rewards.weights)[usable]
+    total, trains = credit.value.nan_to_num() @ rewards.weights, bool(credit.mask.any())
+    flat = zero_spread_share(total[credit.mask], credit.group[credit.mask]) if trains else 1.0
     return {
         **{f"reward/{dim}": value for dim, value in mean.items()},
         "reward_mean": float(weighted.mean()) if len(weighted) else float("nan"),
         "reward_std": float(weighted.std(correction=0)) if len(weighted) else float("nan"),
-        "reward_invalid": float(1 - rewards.usable(final.isfinite()).float().mean()),
+        "reward_invalid": float(1 - usable.float().mean()),
         "zero_std_ratio": flat,
-        "adv_abs_mean": float(advantage[credit.mask].abs().mean()) if credit.mask.any() else 0.0,
+        "adv_abs_mean": float(advantage[credit.mask].abs().mean()) if trains else 0.0,
         "transitions": float(credit.mask.sum()),
+        "transitions_dropped": float(gathered.num_dropped),
     }
+
+
+def constraint_metrics(
+    cfg: Settings, rewards: Rewards, multipliers: Multipliers | None, gathered: GatheredCredit
+) -> dict[str, float]:
+    """The share of transitions that others dominate, and the weights that thresholds move."""
+    metrics = {}
+    if cfg.pareto != "off":
+        candidates = gathered.credit.mask.sum().clamp(min=1)
+        metrics["dominated"] = 1 - float(gathered.trained.sum() / candidates)
+    if cfg.thresholds and multipliers:
+        scaled = zip(rewards.dims, multipliers.scale(rewards.weights).tolist(), strict=True)
+        metrics |= {f"weight/{dim}": weight for dim, weight in scaled if dim in cfg.thresholds.at}
+    return metrics
+
+
+def _rank_offset(processes: Processes, num_local: int) -> int:
+    counts = processes.gather(torch.tensor([num_local]))
+    return int(counts[: processes.rank].sum())

@@ -1,4 +1,4 @@
-"""From the samples of a step to minibatches: transitions alone, or in pairs of better and worse."""
+"""The batch of a step and its minibatches: single transitions, or pairs of better and worse."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,26 +16,26 @@ from flowalign.types import Minibatch, Trajectory
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """What one step has sampled on this rank, and what all ranks together have earned."""
+class TrainBatch:
+    """The transitions that one step trains on this rank, and what it knows of the other ranks."""
 
     trajectory: Trajectory
     advantage: Float[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     weight: Float[Tensor, "T"]
-    everyone: Bool[Tensor, "B_all T"]
+    global_mask: Bool[Tensor, "B_all T"]
     """The masks of all ranks, in rank order."""
-    first: int
-    """Position of my first sample among everyone's."""
+    rank_offset: int
+    """Position of this rank's first sample among those of all ranks."""
     rival: Int[Tensor, "B T"] | None = None
-    """For losses of pairs: the sample whose transition this one has beaten, -1 where none."""
+    """For losses of pairs: the sample that lost against this one at a step, -1 where none did."""
     chunk: Int[Tensor, "T"] | None = None
     """For ratios of chunks: the chunk of each step."""
     others: Float[Tensor, "B T"] | None = None
     """Log-ratios of the other transitions of a chunk together; None while no weight has moved."""
 
 
-def paired(batch: Rollout, processes: Processes) -> Rollout:
+def paired(batch: TrainBatch, processes: Processes) -> TrainBatch:
     """Only the best and the worst of each set of alternatives are trained, against each other."""
     chosen = batch.mask & _noisy(batch.trajectory)
     sample, step = chosen.nonzero().unbind(1)
@@ -45,7 +45,7 @@ def paired(batch: Rollout, processes: Processes) -> Rollout:
     rival[sample[best], step[best]] = sample[worst]
     mask = rival >= 0
     mask[sample[worst], step[worst]] = True
-    return replace(batch, rival=rival, mask=mask, everyone=processes.gather(mask))
+    return replace(batch, rival=rival, mask=mask, global_mask=processes.gather(mask))
 
 
 def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
@@ -57,15 +57,17 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
     return torch.where(torch.isin(step, shared), family, per_prompt_and_step(trajectory))
 
 
-def parts(batch: Rollout, num_parts: int, generator: torch.Generator) -> Iterator[Int[Tensor, "n"]]:
-    """Everyone's samples in random order, divided evenly; for pairs, prompts are kept whole."""
+def parts(
+    batch: TrainBatch, num_parts: int, generator: torch.Generator
+) -> Iterator[Int[Tensor, "n"]]:
+    """The samples of all ranks in random order, divided evenly; pairs keep prompts whole."""
     unit = 1 if batch.rival is None else batch.trajectory.group_size
-    order = torch.randperm(len(batch.everyone) // unit, generator=generator)
+    order = torch.randperm(len(batch.global_mask) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
         yield (part[:, None] * unit + torch.arange(unit)).flatten()
 
 
-def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
+def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
     """Every trained transition of the given samples once, at most `size` of a step k at a time.
 
     Of pairs, the winners come first and then, in the same order, the losers; none is divided.
@@ -75,7 +77,7 @@ def minibatches(batch: Rollout, rows: Int[Tensor, "n"], size: int) -> Iterator[M
 
 
 def portions(
-    batch: Rollout, rows: Int[Tensor, "n"], size: int
+    batch: TrainBatch, rows: Int[Tensor, "n"], size: int
 ) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
     """Step and samples of each minibatch."""
     if batch.rival is None:
@@ -88,7 +90,7 @@ def portions(
             yield k, torch.cat([winners, batch.rival[winners, k]])
 
 
-def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
+def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
     """Transition k of the chosen samples."""
     trajectory = batch.trajectory
     on_device = chosen.to(trajectory.device)
@@ -108,7 +110,7 @@ def minibatch(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
     )
 
 
-def _chunk(batch: Rollout, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
+def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
     if batch.chunk is None:
         return None
     device = batch.trajectory.device

@@ -1,6 +1,5 @@
-"""What a run does about its exploration before the first step: calibrate its noise levels."""
+"""Calibrate the noise levels of a run before its first step (DenseGRPO)."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,44 +11,52 @@ from torch import Tensor
 from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.functional.transition import DanceSDE
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.config import Run
 from flowalign.sampling.branching import Chain
-from flowalign.sampling.calibration import Gains, calibrate
-from flowalign.sampling.completion import Tail
+from flowalign.sampling.calibration import Calibration, Gains, calibrate
+from flowalign.sampling.completion import CompletionRequest
 from flowalign.sampling.rollout import Sampling, sample
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.rollouts import finished
-from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.training.policy_gradient.rollouts import completion_values
+from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.recipe import Log, RunContext
 from flowalign.utils.seeds import generator
 
 FILE = "calibration.json"
 
 
 def calibrated(
-    run: Run, learner: Learner, rewards: Rewards, folder: Path, say: Callable[[str], None]
-) -> Online:
-    """The recipe with the noise levels that `run.calibration` finds, or as it is without one.
+    cfg: Settings,
+    calibration: Calibration | None,
+    prompts: str,
+    run: RunContext,
+    learner: Learner,
+    folder: Path,
+    log: Log,
+) -> Settings:
+    """The settings with the noise levels that a calibration finds, or as they are without one.
 
-    What is found lies in the run's directory; a run that resumes reads it there.
+    The levels are stored in the run directory; a run that resumes reads them there.
     """
-    cfg, recipe = run.calibration, run.recipe
-    if cfg is None:
-        return recipe
-    assert isinstance(recipe.sampling.eta, float)
-    schedule = learner.policy.schedule(recipe.sampling.num_steps)
-    say(f"calibrating noise levels: {cfg.iterations} x {cfg.num_samples} trajectories")
+    if calibration is None:
+        return cfg
+    assert isinstance(cfg.sampling.eta, float)
+    log(
+        f"calibrating noise levels: {calibration.iterations} x {calibration.num_samples} "
+        "trajectories"
+    )
+    rewards = replace(run.rewards, on_failure="drop_sample")
+    order = Prompts(read_prompts(prompts), run.seed)
     history = calibrate(
-        cfg,
-        _gains(run, learner, replace(rewards, on_failure="drop_sample")),
-        schedule.cpu(),
-        recipe.sampling.eta,
+        calibration,
+        _gains(cfg, calibration.num_samples, order, learner, rewards),
+        learner.policy.schedule(cfg.sampling.num_steps).cpu(),
+        cfg.sampling.eta,
         folder / FILE,
-        _identity(run),
+        _identity(cfg, prompts, run),
         writes=learner.processes.is_main,
     )
     levels = {"kernel": DanceSDE(), "eta": [float(level) for level in history.psi]}
-    return replace(recipe, sampling=replace(recipe.sampling, **levels))
+    return replace(cfg, sampling=replace(cfg.sampling, **levels))
 
 
 def is_calibrating(folder: Path) -> bool:
@@ -58,46 +65,44 @@ def is_calibrating(folder: Path) -> bool:
     return (folder / FILE).exists() and not later
 
 
-def _gains(run: Run, learner: Learner, rewards: Rewards) -> Gains:
+def _gains(
+    cfg: Settings, num_samples: int, prompts: Prompts, learner: Learner, rewards: Rewards
+) -> Gains:
     """V_{k+1} - V_k of every stochastic step of fresh trajectories, each of another prompt."""
-    assert run.calibration is not None
-    num_samples, prompts = run.calibration.num_samples, Prompts(read_prompts(run.prompts), run.seed)
-    mine = learner.processes.share(range(num_samples))
-    plain = replace(
-        run.recipe.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain()
-    )
-    window = plain.window.steps(plain.num_steps, 0, torch.Generator())
+    local = learner.processes.share(range(num_samples))
+    plain = replace(cfg.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain())
 
     def gains(psi: Tensor, iteration: int) -> Float[Tensor, "N T"]:
-        texts, generators = draws(prompts, run.seed, iteration, num_samples)
-        sampling = replace(plain, kernel=DanceSDE(), eta=[float(level) for level in psi])
-        found = _own_gains(
-            run.recipe, learner, rewards, sampling, window,
-            [texts[i] for i in mine], [generators[i] for i in mine],
-        )  # fmt: skip
+        texts, generators = draws(prompts, prompts.seed, iteration, num_samples)
+        levels = [float(level) for level in psi]
+        found = _local_gains(
+            cfg,
+            replace(plain, kernel=DanceSDE(), eta=levels),
+            learner,
+            rewards,
+            [texts[i] for i in local],
+            [generators[i] for i in local],
+        )
         return learner.processes.gather(found)
 
     return gains
 
 
-def _own_gains(
-    recipe: Online,
+def _local_gains(
+    cfg: Settings,
+    sampling: Sampling,
     learner: Learner,
     rewards: Rewards,
-    sampling: Sampling,
-    window: tuple[int, ...],
     prompts: list[str],
     generators: list[torch.Generator],
 ) -> Float[Tensor, "n T"]:
-    how, size = recipe.completion, sampling.micro_batch
+    how = cfg.completion
+    window = sampling.sde_window.steps(sampling.num_steps, 0, torch.Generator())
     ks = sorted({*window, *(k + 1 for k in window)})
-    tails: list[Tail] = [(k, how) for k in ks if k < sampling.num_steps]
-    following = tails if how.follows_rollout else []
-    trajectory = sample(learner.policy, prompts, sampling, window, generators, finish=following)
-    values = StateValues(
-        learner.policy, rewards, trajectory, how=how, micro_batch=size,
-        finish=lambda tails: finished(learner, trajectory, tails, size),
-    )(ks)  # fmt: skip
+    requests: list[CompletionRequest] = [(k, how) for k in ks if k < sampling.num_steps]
+    finish = requests if how.follows_rollout else []
+    trajectory = sample(learner.policy, prompts, sampling, window, generators, finish=finish)
+    values = completion_values(cfg, learner, rewards, trajectory)(ks)
     usable = rewards.usable(values.isfinite().flatten(0, 1)).view(values.shape[:2])
     total = (values.nan_to_num() @ rewards.weights).masked_fill(~usable, torch.nan)
     gains = total.new_full((len(prompts), sampling.num_steps), torch.nan)
@@ -106,18 +111,18 @@ def _own_gains(
     return gains
 
 
-def _identity(run: Run) -> dict[str, Any]:
+def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
     """What the gains depend on besides the noise levels."""
-    sampling = run.recipe.sampling
+    sampling, policy = cfg.sampling, run.policy
     return {
         "seed": run.seed,
-        "policy": f"{type(run.policy).__name__} {getattr(run.policy, 'path', '')}",
-        "rewards": [model.spec.name for model in run.rewards],
-        "weights": dict(run.reward_weights),
-        "prompts": run.prompts,
+        "policy": f"{type(policy).__name__} {getattr(policy, 'path', '')}",
+        "rewards": [model.spec.name for model in run.rewards.models],
+        "weights": dict(run.rewards.weight_of),
+        "prompts": prompts,
         "num_steps": sampling.num_steps,
-        "window": str(sampling.window),
-        "completion": str(run.recipe.completion),
+        "window": str(sampling.sde_window),
+        "completion": str(cfg.completion),
     }
 
 

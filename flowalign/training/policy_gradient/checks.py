@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from flowalign.functional.transition import log_density
-from flowalign.training.checks import OnFailure, Weights
+from flowalign.training.checks import OnFailure, WeightChecks
 from flowalign.training.learner import Learner
+from flowalign.training.recipe import Log
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
 
 
-class Checks:
-    """The gates of one online run: before its first update, and after two that were not skipped."""
+class PolicyGradientChecks:
+    """Checks of one run: before its first update, and after two that were not skipped."""
 
-    def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure):
+    def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
         self.algorithm, self.learner = algorithm, learner
-        self.weights = Weights(learner, on_failure)
+        self.weights = WeightChecks(learner, on_failure, log)
         self.replayed = False
 
     def before_update(self, batches: Iterable[Minibatch]) -> None:
-        """Before the run's first update: the ratio of every stored transition must be 1."""
+        """Check, before the first update, that the ratio of every stored transition is 1."""
         if self.replayed:
             return
         drift = replay_drift(self.learner.policy, batches)
@@ -36,7 +37,7 @@ class Checks:
         if worst is None:
             return
         each = " ".join(f"{deviation:.0e}" for deviation in drift.values())
-        self.learner.notes.append(
+        self.weights.log(
             f"ratio before the first update: off 1 by at most {drift[worst]:.1e} "
             f"(each step: {each}); clip range {self.algorithm.clip:g}"
         )
@@ -50,19 +51,19 @@ class Checks:
             )
 
     def after_update(self, batches: Iterable[Minibatch]) -> None:
-        """After the first two steps with an update: weights moved, ranks agree, KL pulls."""
+        """Check, after two updates, that weights moved, ranks agree and the KL has a gradient."""
         if self.weights.after_update() and self.algorithm.needs_reference:
             self._kl_gradient(next(iter(batches), None))
 
     def metrics(self) -> dict[str, float]:
-        """What the gates measured since the last call."""
+        """Measurements since the last call."""
         return self.weights.metrics()
 
     def _kl_gradient(self, batch: Minibatch | None) -> None:
         if batch is None:
             return
-        silent = _without_advantage(batch)
-        loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, silent)
+        neutral = _without_advantage(batch)
+        loss, _ = self.algorithm.loss(self.learner.policy, self.learner.reference, neutral)
         size = 0.0
         if loss.requires_grad:
             grads = torch.autograd.grad(loss, self.learner.parameters, allow_unused=True)

@@ -12,11 +12,11 @@ from torch import Tensor
 from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
-from flowalign.training.policy_gradient.batches import Rollout, minibatch, paired, portions
+from flowalign.training.policy_gradient.batches import TrainBatch, minibatch, paired, portions
 from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
-def arranged(batch: Rollout, algorithm: PolicyLoss, processes: Processes) -> Rollout:
+def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
     """In pairs or in chunks, as the loss wants them."""
     if algorithm.pairs:
         return paired(batch, processes)
@@ -24,8 +24,8 @@ def arranged(batch: Rollout, algorithm: PolicyLoss, processes: Processes) -> Rol
 
 
 def chunked(
-    batch: Rollout, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
-) -> Rollout:
+    batch: TrainBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
+) -> TrainBatch:
     """Joins trained transitions of a sample in chunks, which share the mean of their advantages.
 
     Weights grow so that the mean over transitions is one over chunks, each counting alike.
@@ -64,8 +64,8 @@ def check_chains(trajectory: Trajectory) -> None:
 
 @torch.no_grad()
 def with_log_ratios(
-    batch: Rollout, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
-) -> Rollout:
+    batch: TrainBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
+) -> TrainBatch:
     """Tells each transition of the given samples how far the others of its chunk have moved."""
     assert batch.chunk is not None, "the rollout was not chunked"
     log_ratio = torch.zeros(batch.mask.shape)

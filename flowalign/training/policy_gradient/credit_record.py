@@ -1,4 +1,4 @@
-"""What the denoising steps of one training step have earned: recorded as JSON and drawn as PNG."""
+"""Record the credit of the denoising steps of one training step as JSON, and draw it as PNG."""
 
 import json
 import math
@@ -11,15 +11,16 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from typing_extensions import override
 
 from flowalign.credit.outcome import Outcome
-from flowalign.media.grids import grid
+from flowalign.media.image_grid import grid
 from flowalign.media.thumbnails import bytes_of, first_to_last, reduced
 from flowalign.reports.credit_chart import MOST_ROWS, CreditRecord, draw
 from flowalign.sampling.branching import Branching, Chain
-from flowalign.sampling.completion import Tail
-from flowalign.training.policy_gradient.advantages import Judged
-from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.sampling.completion import CompletionRequest
+from flowalign.training.policy_gradient.advantages import StepObserver, StepResult
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
 
@@ -34,72 +35,77 @@ def worth_a_picture(credit: CreditEstimator, branching: Branching) -> bool:
     return not (isinstance(credit, Outcome) and isinstance(branching, Chain))
 
 
-class CreditPictures:
-    """Keeps what a due step has earned, and writes it once the step is over.
+class CreditRecorder(StepObserver):
+    """Keeps the credit of some steps, and writes it once the step is over.
 
-    Due are the first step, the last, and those after which an evaluation falls due.
+    These are the first step, the last, and those after which an evaluation is due.
     """
 
     def __init__(self, folder: Path, credit: CreditEstimator, num_steps: int, every: int):
         self.folder, self.credit = folder, credit
         self.num_steps, self.every = num_steps, every
-        self.kept: tuple[int, Judged] | None = None
+        self.kept: tuple[int, StepResult] | None = None
 
-    def __call__(self, step: int, judged: Judged) -> None:
-        """Keep what this rank has judged, if the step is due."""
+    @override
+    def __call__(self, step: int, result: StepResult) -> None:
+        """Keep the credit of this rank, if the step is one of those that are written."""
         after = step + 1
         if step == 0 or after == self.num_steps or (self.every and after % self.every == 0):
-            self.kept = step, judged
+            self.kept = step, result
 
-    def write(self) -> float:
-        """Write `step-NNNNNN.json` and `.png` of the step that was kept; seconds that it took."""
+    @override
+    def draw(self) -> float:
+        """Write `step-NNNNNN.json` and `.png` of the step that was kept. Returns the seconds."""
         if self.kept is None:
             return 0.0
-        start, (step, judged) = time.perf_counter(), self.kept
+        start, (step, result) = time.perf_counter(), self.kept
         self.kept = None
         self.folder.mkdir(parents=True, exist_ok=True)
-        content, pictures = record(step, self.credit, judged), shown(judged)
+        content, pictures = record(step, self.credit, result), shown(result)
         file = self.folder / f"step-{step:06}.json"
         write_text(file, json.dumps(asdict(content), allow_nan=False) + "\n")
         draw(content, pictures, file.with_suffix(".png"))
         return time.perf_counter() - start
 
 
-def record(step: int, credit: CreditEstimator, judged: Judged) -> CreditRecord:
+def record(step: int, method: CreditEstimator, result: StepResult) -> CreditRecord:
     """Values, credit and advantages of the first prompt's samples."""
-    trajectory, values, earned = judged.batch.trajectory, judged.values, judged.earned
+    trajectory, values, credit = result.batch.trajectory, result.values, result.credit
     size = trajectory.group_size
-    rewards, tails = values.rewards, shown_states(values)
-    known = [values.known[tail].values[trajectory.places(tail[0])[:size]] for tail in tails]
-    gained = weighted(earned.value[:size], rewards.weights)
-    gained = torch.where(earned.mask[:size], gained, torch.nan)
-    advantage = torch.where(judged.batch.mask[:size], judged.batch.advantage[:size], torch.nan)
+    rewards, requests = values.rewards, shown_states(values)
+    known = [
+        values.known[request].values[trajectory.rows.row_index(request[0])[:size]]
+        for request in requests
+    ]
+    gained = weighted(credit.value[:size], rewards.weights)
+    gained = torch.where(credit.mask[:size], gained, torch.nan)
+    advantage = torch.where(result.batch.mask[:size], result.batch.advantage[:size], torch.nan)
     return CreditRecord(
         step=step,
         prompt=trajectory.prompts[0],
-        method=type(credit).__name__,
-        rule=(type(credit).__doc__ or "").partition("\n")[0],
+        method=type(method).__name__,
+        rule=(type(method).__doc__ or "").partition("\n")[0],
         weights={
             name: weight
             for name, weight in zip(rewards.dims, _rounded(rewards.weights), strict=True)
             if weight
         },
         sigmas=_rounded(trajectory.sigmas),
-        states=[k for k, _ in tails],
+        states=[k for k, _ in requests],
         values=_rounded(weighted(torch.stack(known, 1), rewards.weights)),
         credit=_rounded(gained),
         advantage=_rounded(advantage),
-        marked=None if earned.marked is None else earned.marked[:size].tolist(),
-        origin=trajectory.origin[:size].tolist() if branches(trajectory) else None,
+        marked=None if credit.marked is None else credit.marked[:size].tolist(),
+        source_row=trajectory.rows.source_row[:size].tolist() if branches(trajectory) else None,
     )
 
 
-def shown(judged: Judged) -> dict[int, list[np.ndarray]]:
+def shown(result: StepResult) -> dict[int, list[np.ndarray]]:
     """By state, small pictures of what the ODE makes of it, for the first samples of the prompt.
 
     Of samples that branch, the finished pictures alone, but of all of them.
     """
-    trajectory, values = judged.batch.trajectory, judged.values
+    trajectory, values = result.batch.trajectory, result.values
     end = trajectory.num_steps
     if branches(trajectory):
         count = min(trajectory.group_size, MOST_ROWS)
@@ -107,16 +113,16 @@ def shown(judged: Judged) -> dict[int, list[np.ndarray]]:
         return {end: _decoded(values.policy, final, values.micro_batch)}
     count = min(trajectory.group_size, values.pictured)
     return {
-        tail[0]: [_small(media) for media in values.media[tail][:count]]
-        for tail in shown_states(values)
+        request[0]: [_small(media) for media in values.media[request][:count]]
+        for request in shown_states(values)
     }
 
 
-def shown_states(values: StateValues) -> list[Tail]:
+def shown_states(values: CompletionValues) -> list[CompletionRequest]:
     """The valued states, in order; of several completions of one the recipe's, else the first."""
-    chosen: dict[int, Tail] = {}
-    for tail in sorted(values.known, key=lambda tail: (tail[0], tail[1] != values.how)):
-        chosen.setdefault(tail[0], tail)
+    chosen: dict[int, CompletionRequest] = {}
+    for request in sorted(values.known, key=lambda known: (known[0], known[1] != values.how)):
+        chosen.setdefault(request[0], request)
     return list(chosen.values())
 
 

@@ -1,130 +1,78 @@
-"""One online recipe: everything about a run but its model, rewards, prompts and optimizer."""
+"""Policy-gradient training: rewards of rollouts, credited to denoising steps (the GRPO family)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
+from typing_extensions import override
 
-from flowalign.credit.outcome import Outcome
-from flowalign.functional.advantage import Combine, Scale
-from flowalign.functional.tail import Completion
-from flowalign.functional.weight import StepWeight
-from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.rewards.composite import OnFailure, Rewards
-from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
-from flowalign.sampling.completion import Asked, Tail, asked_states
-from flowalign.sampling.rollout import Sampling, blank
-from flowalign.training.policy_gradient import checks as gates
-from flowalign.training.policy_gradient.chunks import check_chains
-from flowalign.types import CreditEstimator, PolicyLoss, Trajectory
+from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.functional.transition import FlowSDE
+from flowalign.sampling.calibration import Calibration
+from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.training.learner import Learner
+from flowalign.training.policy_gradient.calibrate import calibrated
+from flowalign.training.policy_gradient.credit_record import CreditRecorder, worth_a_picture
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.plan import plan_step
+from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
+from flowalign.types import ModelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class Online:
-    """One online-RL recipe: what to sample, what to credit, what to optimise."""
+class PolicyGradient(Settings, Recipe):
+    """Online reinforcement learning: sample, score, credit denoising steps, update, repeat."""
 
-    sampling: Sampling
-    credit: CreditEstimator = field(default_factory=Outcome)
-    completion: Completion = field(default_factory=Completion)
-    """How intermediate states are finished when the credit method asks for their values."""
-    algorithm: PolicyLoss = field(default_factory=GRPO)
-    prompts_per_step: int = 8
-    """P over all processes together."""
-    prompts_at_once: int | None = None
-    """Sample so many prompts of a process together; rewards of one lot are computed while the next
-    is sampled. Null: all of them. Changes time and memory, not the update."""
-    updates_per_step: int = 1
-    """Into how many optimizer updates the samples of a step are divided."""
-    epochs_per_step: int = 1
-    """How often the samples of a step are gone through."""
-    micro_batch: int = 64
-    """Transitions per forward and backward pass; changes memory, not the update."""
-    advantage_scale: Scale = "group"
-    advantage_combine: Combine = "sum_of_advantages"
-    value_transform: LogSigmoidCentred | None = None
-    """Applied to rewards before they are credited; metrics show them as they are."""
-    pareto: Pareto = "off"
-    """Train only samples that no other dominates in all weighted rewards (Parrot): among those of
-    their prompt, or of the whole step."""
-    thresholds: Thresholds | None = None
-    """Reward dimensions that count as long as their mean misses a threshold."""
-    advantage_clip: float = 5.0
-    std_floor: float = 1e-6
-    """Groups whose rewards spread less than this carry no signal."""
-    step_weight: StepWeight = "uniform"
-    on_failed_reward: OnFailure = "raise"
-    on_failed_check: gates.OnFailure = "raise"
-
-    def __post_init__(self) -> None:
-        """Reject what no run can use, before anything heavy is loaded."""
-        for name in ("prompts_per_step", "updates_per_step", "epochs_per_step", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.prompts_at_once is not None and self.prompts_at_once < 1:
-            raise ValueError(
-                f"recipe.prompts_at_once is {self.prompts_at_once}; at least 1, or null for all"
-            )
-        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
-            raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
-                "Use at least 2, or advantage_scale batch"
-            )
-        for iteration in (0, 10**6):
-            steps = self.sampling.window.steps(
-                self.sampling.num_steps, iteration, torch.Generator()
-            )
-            self.asked(steps)
-            if self.algorithm.chunks is not None:
-                check_chains(self.blank(steps))
-        if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
-            raise ValueError(
-                f"recipe.updates_per_step is {self.updates_per_step}, but a loss of pairs divides "
-                f"a step by prompts, of which there are {self.prompts_per_step}"
-            )
+    prompts: str
+    """Training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    calibration: Calibration | None = None
+    """Find the noise level of every step before the first one (DenseGRPO). The search starts at
+    `sampling.eta` of the kernel FlowSDE."""
 
     @property
-    def updates(self) -> int:
-        """Optimizer updates of one step."""
-        return self.updates_per_step * self.epochs_per_step
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return [self.prompts]
 
     @property
-    def units_per_step(self) -> int:
-        """Trajectories of a step, over all processes."""
-        return self.prompts_per_step * self.sampling.samples_per_prompt
+    @override
+    def sampler(self) -> tuple[int, int]:
+        return self.sampling.num_steps, self.sampling.micro_batch
 
-    def check(self, rewards: Rewards) -> None:
-        """Raises ValueError where the recipe names reward dimensions that do not fit."""
-        for part in (self.value_transform, self.thresholds):
-            if part:
-                part.check(rewards)
+    @override
+    def check(self, run: RunContext) -> None:
+        if self.calibration:
+            self._check_calibration()
+        self.check_rewards(run.rewards)
+        read_prompts(self.prompts)
 
-    def blank(self, steps: Sequence[int]) -> Trajectory:
-        """The samples of one prompt before they are drawn. ValueError if they do not fit."""
-        sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return blank(self.sampling, steps, [""], sigmas)
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        return plan_step(self, self.calibration, run, model, world)
 
-    def asked(self, steps: Sequence[int]) -> tuple[Tail, ...]:
-        """The states that the credit method values. ValueError if its needs are not met."""
-        return self._asked(steps).valued
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        prompts = Prompts(read_prompts(self.prompts), run.seed)
+        settings = calibrated(self, self.calibration, self.prompts, run, learner, folder, log)
+        recorder = self._recorder(run, folder) if learner.processes.is_main else None
+        return PolicyGradientLoop(settings, learner, run.rewards, prompts, run.seed, recorder, log)
 
-    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """The states that a rollout keeps: of trained steps, the last, and what credit starts from
-        or reads."""
-        num_steps = self.sampling.num_steps
-        if self.algorithm.chunks == "latent_change":
-            return tuple(range(num_steps + 1))
-        asked = self._asked(steps)
-        started = {k for k, how in asked.valued if not how.follows_rollout}
-        return tuple(sorted({num_steps, *steps, *(k + 1 for k in steps), *started, *asked.read}))
+    def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
+        """Records credit where the method has more to tell than the outcome."""
+        if not worth_a_picture(self.credit, self.sampling.branching):
+            return None
+        return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)
 
-    def _asked(self, steps: Sequence[int]) -> Asked:
-        asked = asked_states(self.credit, self.blank(steps), self.completion)
-        earned = asked.earned
-        if earned.normalised != (self.advantage_scale == "given"):
+    def _check_calibration(self) -> None:
+        sampling = self.sampling
+        if isinstance(sampling.eta, list) or not isinstance(sampling.kernel, FlowSDE):
             raise ValueError(
-                f"recipe.advantage_scale is {self.advantage_scale}, but "
-                f"{type(self.credit).__name__} gives "
-                + ("advantages: set it to given" if earned.normalised else "no advantages: "
-                   "choose from group, batch, joint, none")
-            )  # fmt: skip
-        return asked
+                "calibration starts at one level of the kernel FlowSDE: "
+                "set recipe.sampling.eta to a number and its kernel to FlowSDE"
+            )
+        if not isinstance(sampling.sde_window, AllButLast | Fixed):
+            raise ValueError(
+                "calibration needs the same stochastic steps in every iteration: "
+                "set recipe.sampling.sde_window to AllButLast or Fixed"
+            )

@@ -1,4 +1,4 @@
-"""TODO module docstring."""
+"""Sample the prompts of a step, and hand the trajectories on as the values of their states."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -7,91 +7,103 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.completion import Tail, complete
-from flowalign.sampling.rollout import joined, sample
+from flowalign.sampling.completion import CompletionRequest, complete
+from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.state_values import StateValues
+from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.reference import unguided
 from flowalign.types import Trajectory
 from flowalign.utils.seeds import generator
 
 
-def rollout(
-    cfg: Online, learner: Learner, prompts: Sequence[str], seed: int, step: int
-) -> Trajectory:
-    """Sample my share of the prompts; the window is everyone's, the noise belongs to the prompt."""
-    return _sampled(cfg, learner, prompts, seed, step, learner.processes.share(range(len(prompts))))
+def collect_rollouts(
+    cfg: Settings, learner: Learner, rewards: Rewards, prompts: Sequence[str], seed: int, step: int
+) -> CompletionValues:
+    """Sample this rank's share of the prompts; returns the values of their trajectories.
 
-
-def explore(
-    cfg: Online, learner: Learner, rewards: Rewards, prompts: Sequence[str], seed: int, step: int
-) -> StateValues:
-    """Sample my share of the prompts, some at a time: those sampled are scored meanwhile."""
-    mine = learner.processes.share(range(len(prompts)))
-    at_once = cfg.prompts_at_once or max(len(mine), 1)
-    if len(mine) <= at_once:
-        trajectory = rollout(cfg, learner, prompts, seed, step)
-        return state_values(cfg, learner, rewards, trajectory)
+    Where `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
+    computed while the next is sampled.
+    """
+    local = learner.processes.share(range(len(prompts)))
+    size = cfg.rollout_batch_prompts or max(len(local), 1)
+    if len(local) <= size:
+        trajectory = sample_prompts(cfg, learner, prompts, seed, step, local)
+        return completion_values(cfg, learner, rewards, trajectory)
     trajectories, parts = [], []
-    for start in range(0, len(mine), at_once):
-        some = mine[start : start + at_once]
-        trajectory = _sampled(cfg, learner, prompts, seed, step, some)
-        values = state_values(cfg, learner, rewards, trajectory)
-        values.ask([(trajectory.num_steps, cfg.completion), *trajectory.finished])
+    for start in range(0, len(local), size):
+        some = local[start : start + size]
+        trajectory = sample_prompts(cfg, learner, prompts, seed, step, some)
+        values = completion_values(cfg, learner, rewards, trajectory)
+        values.request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
         trajectories.append(trajectory)
         parts.append(values)
-    values = state_values(cfg, learner, rewards, joined(trajectories))
+    values = completion_values(cfg, learner, rewards, concat_trajectories(trajectories))
     values.parts = parts
     return values
 
 
-def _sampled(
-    cfg: Online,
+def rollout(
+    cfg: Settings, learner: Learner, prompts: Sequence[str], seed: int, step: int
+) -> Trajectory:
+    """The trajectories of this rank's share of the prompts, all sampled together."""
+    local = learner.processes.share(range(len(prompts)))
+    return sample_prompts(cfg, learner, prompts, seed, step, local)
+
+
+def sample_prompts(
+    cfg: Settings,
     learner: Learner,
     prompts: Sequence[str],
     seed: int,
     step: int,
-    mine: Sequence[int],
+    indices: Sequence[int],
 ) -> Trajectory:
-    window = cfg.sampling.window.steps(
+    """Sample some prompts of a step. All ranks share the window; noise belongs to the prompt."""
+    window = cfg.sampling.sde_window.steps(
         cfg.sampling.num_steps, step, generator(seed, "window", step)
     )
     return sample(
         learner.policy,
-        [prompts[i] for i in mine],
+        [prompts[i] for i in indices],
         cfg.sampling,
         window,
-        [generator(seed, "noise", step, i) for i in mine],
+        [generator(seed, "noise", step, i) for i in indices],
         keep_means=cfg.algorithm.needs_mean_old,
-        finish=[tail for tail in cfg.asked(window) if tail[1].follows_rollout],
+        finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
         keep=cfg.kept(window),
     )
 
 
-def state_values(
-    cfg: Online, learner: Learner, rewards: Rewards, trajectory: Trajectory
-) -> StateValues:
-    """The oracle that the credit method of a recipe asks about a trajectory."""
+def completion_values(
+    cfg: Settings, learner: Learner, rewards: Rewards, trajectory: Trajectory
+) -> CompletionValues:
+    """The value function that the credit method of a recipe asks about a trajectory."""
     size = cfg.sampling.micro_batch
-    return StateValues(
-        learner.policy, rewards, trajectory,
-        finish=lambda tails: finished(learner, trajectory, tails, size),
-        how=cfg.completion, micro_batch=size,
-    )  # fmt: skip
+    return CompletionValues(
+        learner.policy,
+        rewards,
+        trajectory,
+        finish=lambda requests: finished(learner, trajectory, requests, size),
+        how=cfg.completion,
+        micro_batch=size,
+    )
 
 
 def finished(
-    learner: Learner, trajectory: Trajectory, tails: Sequence[Tail], micro_batch: int
-) -> dict[Tail, Float[Tensor, "n *latent"]]:
-    """Clean latents of the given states: those that the rollout finished, and all others now."""
+    learner: Learner,
+    trajectory: Trajectory,
+    requests: Sequence[CompletionRequest],
+    micro_batch: int,
+) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
+    """Clean latents of the requested states: completed by the rollout, or now."""
     device, known = trajectory.device, trajectory.finished
-    done = {tail: known[tail].to(device) for tail in tails if tail in known}
-    for how in {tail[1] for tail in tails if tail not in done}:
-        asked = [tail for tail in tails if tail[1] == how and tail not in done]
+    done = {request: known[request].to(device) for request in requests if request in known}
+    for how in {request[1] for request in requests if request not in done}:
+        missing = [request for request in requests if request[1] == how and request not in done]
         field = learner.reference if how.weights == "reference" else learner.policy
         field = unguided(field) if how.guidance == "off" else field
         average = learner.ema.applied() if how.weights == "ema" and learner.ema else nullcontext()
         with average:
-            done |= complete(field, trajectory, asked, micro_batch)
+            done |= complete(field, trajectory, missing, micro_batch)
     return done

@@ -1,4 +1,4 @@
-"""What the states of a trajectory are worth: the oracle that credit methods ask."""
+"""The values of intermediate states: what credit methods ask for, and all that costs them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,70 +7,76 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from flowalign.functional.tail import Completion
-from flowalign.rewards.composite import Rewards, Scoring, joined_rows, part_of
-from flowalign.sampling.completion import Tail
-from flowalign.types import Policy, RewardOutput, Trajectory, Values
+from flowalign.functional.completion import Completion
+from flowalign.rewards.composite import Rewards, Scoring
+from flowalign.sampling.completion import CompletionRequest
+from flowalign.types import Policy, RewardOutput, Trajectory, ValueFunction
 
 
 @dataclass
-class _Asked:
+class _Pending:
     """States that are decoded and being scored."""
 
-    tails: Sequence[Tail]
+    requests: Sequence[CompletionRequest]
     rows: Sequence[Int[Tensor, "n"]]
-    """The samples that hold each state."""
+    """The distinct rows of each state."""
     scoring: Scoring
 
 
-class StateValues(Values):
+class CompletionValues(ValueFunction):
     """The values of one trajectory: each state is finished, decoded and scored at most once."""
 
     pictured = 6
-    """Of how many samples the decoded media are kept, for a person to look at."""
+    """Samples whose decoded media are kept, for a person to look at."""
 
     def __init__(
         self,
         policy: Policy,
         rewards: Rewards,
         trajectory: Trajectory,
-        finish: Callable[[Sequence[Tail]], Mapping[Tail, Tensor]],
+        finish: Callable[[Sequence[CompletionRequest]], Mapping[CompletionRequest, Tensor]],
         how: Completion,
         micro_batch: int,
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
         self.finish, self.how, self.micro_batch = finish, how, micro_batch
-        self.known: dict[Tail, RewardOutput] = {}
-        self.media: dict[Tail, Tensor] = {}
-        """Of states k of the first `pictured` samples."""
-        self.asked: list[_Asked] = []
-        self.parts: Sequence[StateValues] = ()
-        """Values of the trajectories that this one was joined from."""
+        self.known: dict[CompletionRequest, RewardOutput] = {}
+        self.media: dict[CompletionRequest, Tensor] = {}
+        """Decoded media of states k of the first `pictured` samples."""
+        self.pending: list[_Pending] = []
+        self.parts: Sequence[CompletionValues] = ()
+        """Values of the trajectories that this one was concatenated from."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         """Rewards of states ks after finishing each by ODE; NaN where a reward failed."""
-        tails = [self._tail(k, how) for k in ks]
+        requests = [self._request(k, how) for k in ks]
         self._join_parts()
-        self.ask(tails)
+        self.request(requests)
         self._collect()
-        places = [self.trajectory.places(k) for k in ks]
-        values = [self.known[t].values[at] for t, at in zip(tails, places, strict=True)]
+        index = [self.trajectory.rows.row_index(k) for k in ks]
+        values = [self.known[r].values[at] for r, at in zip(requests, index, strict=True)]
         return torch.stack(values, 1)
 
-    def ask(self, tails: Sequence[Tail]) -> None:
+    def request(self, requests: Sequence[CompletionRequest]) -> None:
         """Finish and decode states that are new, in chunks that go on to the rewards at once."""
-        seen = {*self.known, *(tail for asked in self.asked for tail in asked.tails)}
-        missing = sorted({t for t in tails if t not in seen}, key=lambda tail: tail[0])
+        seen = {*self.known, *(request for pending in self.pending for request in pending.requests)}
+        missing = sorted({t for t in requests if t not in seen}, key=lambda request: request[0])
         if not missing:
             return
         trajectory = self.trajectory
-        rows = [trajectory.holders(k) for k, _ in missing]
+        rows = [trajectory.rows.unique_rows(k) for k, _ in missing]
         latents = self._latents(missing)
-        shown = torch.cat([torch.isin(trajectory.holders(k), self._shown(k)) for k, _ in missing])
-        groups = torch.cat([n * len(trajectory.prompts) + row // trajectory.group_size
-                            for n, row in enumerate(rows)])  # fmt: skip
+        shown = torch.cat(
+            [torch.isin(trajectory.rows.unique_rows(k), self._shown(k)) for k, _ in missing]
+        )
+        groups = torch.cat(
+            [
+                n * len(trajectory.prompts) + row // trajectory.group_size
+                for n, row in enumerate(rows)
+            ]
+        )
         scoring, kept, size = self.rewards.scoring(), [], self.micro_batch
-        everything = torch.cat([latents[tail] for tail in missing]).split(size)
+        everything = torch.cat([latents[request] for request in missing]).split(size)
         chunks = torch.cat(rows).split(size), shown.split(size), groups.split(size)
         for x, row, keep, group in zip(everything, *chunks, strict=True):
             media = self.policy.decode(x).cpu()
@@ -78,54 +84,57 @@ class StateValues(Values):
             prompts = [trajectory.prompts[int(i)] for i in row]
             scoring.add(self.rewards.batch(media, prompts, group.tolist(), self.policy.fps))
             kept.append(media[keep])
-        self.asked.append(_Asked(missing, rows, scoring))
+        self.pending.append(_Pending(missing, rows, scoring))
         self._keep(missing, torch.cat(kept))
 
-    def _tail(self, k: int, how: Completion | None) -> Tail:
+    def _request(self, k: int, how: Completion | None) -> CompletionRequest:
         finished = k == self.trajectory.num_steps
         return k, self.how if finished or how is None else how
 
-    def _latents(self, missing: Sequence[Tail]) -> dict[Tail, Tensor]:
+    def _latents(self, missing: Sequence[CompletionRequest]) -> dict[CompletionRequest, Tensor]:
         trajectory, end = self.trajectory, self.trajectory.num_steps
-        latents = dict(self.finish([tail for tail in missing if tail[0] < end]))
+        latents = dict(self.finish([request for request in missing if request[0] < end]))
         if (end, self.how) in missing:
-            latents[end, self.how] = trajectory.held(end)
+            latents[end, self.how] = trajectory.unique_states(end)
         return latents
 
-    def _keep(self, tails: Sequence[Tail], kept: Tensor) -> None:
-        for tail in tails:
-            wanted, at = self._shown(tail[0]).unique(return_inverse=True)
-            self.media[tail], kept = kept[: len(wanted)][at], kept[len(wanted) :]
+    def _keep(self, requests: Sequence[CompletionRequest], kept: Tensor) -> None:
+        for request in requests:
+            wanted, at = self._shown(request[0]).unique(return_inverse=True)
+            self.media[request], kept = kept[: len(wanted)][at], kept[len(wanted) :]
 
     def _collect(self) -> None:
         """Wait for the rewards of everything that was asked."""
-        for asked in self.asked:
-            output, start = asked.scoring.result(), 0
-            for tail, row in zip(asked.tails, asked.rows, strict=True):
-                self.known[tail] = part_of(output, start, start + len(row))
+        for pending in self.pending:
+            output, start = pending.scoring.result(), 0
+            for request, row in zip(pending.requests, pending.rows, strict=True):
+                self.known[request] = output.slice(start, start + len(row))
                 start += len(row)
-                self._check(tail, row)
-        self.asked = []
+                self._check(request, row)
+        self.pending = []
 
     def _join_parts(self) -> None:
         for part in self.parts:
             part._collect()
         first, *others = self.parts or [self]
-        for tail in first.known if self.parts else ():
-            if all(tail in part.known for part in others):
-                self.known[tail] = joined_rows([part.known[tail] for part in self.parts])
-                media = torch.cat([part.media[tail] for part in self.parts])
-                self.media[tail] = media[: self.pictured]
+        for request in first.known if self.parts else ():
+            if all(request in part.known for part in others):
+                self.known[request] = RewardOutput.concat(
+                    [part.known[request] for part in self.parts]
+                )
+                media = torch.cat([part.media[request] for part in self.parts])
+                self.media[request] = media[: self.pictured]
         self.parts = ()
 
     def _shown(self, k: int) -> Int[Tensor, "n"]:
-        return self.trajectory.origin[: self.pictured, k]
+        return self.trajectory.rows.source_row[: self.pictured, k]
 
-    def _check(self, tail: Tail, row: Int[Tensor, "n"]) -> None:
-        output = self.known[tail]
+    def _check(self, request: CompletionRequest, row: Int[Tensor, "n"]) -> None:
+        output = self.known[request]
         if self.rewards.on_failure == "raise":
             prompts, rows = self.trajectory.prompts, row.tolist()
             self.rewards.require(
-                output, lambda i: f"sample {rows[i]}, prompt {prompts[rows[i]]!r}",
-                f" at state {tail[0]}",
-            )  # fmt: skip
+                output,
+                lambda i: f"sample {rows[i]}, prompt {prompts[rows[i]]!r}",
+                f" at state {request[0]}",
+            )

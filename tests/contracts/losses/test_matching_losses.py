@@ -17,7 +17,7 @@ from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
-from flowalign.types import Errors, Examples
+from flowalign.types import Examples, Residuals
 
 LOSSES = {
     "dpo": DPO(beta=2.0),
@@ -42,9 +42,9 @@ LOSSES = {
 }
 every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
-PAIRED = {k: v for k, v in LOSSES.items() if v.traits.paired}
+PAIRED = {k: v for k, v in LOSSES.items() if v.requirements.paired}
 of_pairs = pytest.mark.parametrize("loss", PAIRED.values(), ids=PAIRED)
-ROWS = {k: v for k, v in LOSSES.items() if not v.traits.paired}
+ROWS = {k: v for k, v in LOSSES.items() if not v.requirements.paired}
 of_rows = pytest.mark.parametrize("loss", ROWS.values(), ids=ROWS)
 
 
@@ -63,7 +63,7 @@ def draw(n=8, frames=3, seed=0):
     reference = normal(*shape)
     alike = tensor([1.4, 0.6, -1.1, 0.9])[:m].reshape(-1, 1, 1, 1, 1)
     reference[m : 2 * m] = alike * reference[:m] + 0.4 * reference[m : 2 * m]
-    errors = Errors(0.8 * reference + 0.3 * normal(*shape), reference)
+    residuals = Residuals(0.8 * reference + 0.3 * normal(*shape), reference)
     labels = tensor([1.0, 0.0, 1.0] * 4, dtype=torch.float64)
     mask = normal(m, *shape[1:]).abs()
     batch = Examples(
@@ -77,22 +77,22 @@ def draw(n=8, frames=3, seed=0):
         mask=torch.cat([mask, mask]) if n % 2 == 0 else None,
         typical_margin=1.1,
     )
-    return errors, batch
+    return residuals, batch
 
 
-def run(loss, errors, batch):
+def run(loss, residuals, batch):
     """Loss, log, and gradient with respect to the policy's residual."""
-    policy = errors.policy.clone().requires_grad_()
-    reference = errors.reference if loss.traits.reference else None
-    value, stats = loss.loss(Errors(policy, reference), batch)
+    policy = residuals.policy.clone().requires_grad_()
+    reference = residuals.reference if loss.requirements.reference else None
+    value, stats = loss.loss(Residuals(policy, reference), batch)
     return value, stats, torch.autograd.grad(value, policy)[0]
 
 
-def rows(errors, batch, index):
+def rows(residuals, batch, index):
     """Some rows, or all in another order."""
     pairs = index[: len(index) // 2]
     return (
-        Errors(errors.policy[index], errors.required_reference[index]),
+        Residuals(residuals.policy[index], residuals.required_reference[index]),
         replace(
             batch,
             latents=batch.latents[index],
@@ -123,30 +123,37 @@ def test_the_loss_is_a_number_and_the_log_are_numbers_without_gradient(loss):
 
 @every
 def test_at_the_start_the_loss_is_what_it_says(loss):
-    errors, batch = draw()
-    same = Errors(errors.policy, errors.policy)
+    residuals, batch = draw()
+    same = Residuals(residuals.policy, residuals.policy)
     ones = replace(batch, weight=torch.ones_like(batch.weight))
     value, stats, _ = run(loss, same, ones)
-    if loss.traits.at_start is not None:
-        assert value.item() == pytest.approx(loss.traits.at_start)
+    if loss.requirements.at_start is not None:
+        assert value.item() == pytest.approx(loss.requirements.at_start)
     if "implicit_accuracy" in stats:
         assert stats["implicit_accuracy"].item() == 0
 
 
 def test_at_the_start_most_losses_of_references_are_known():
-    known = {k: v.traits.at_start for k, v in LOSSES.items() if v.traits.at_start is not None}
+    known = {
+        k: v.requirements.at_start for k, v in LOSSES.items() if v.requirements.at_start is not None
+    }
     ln2 = 0.6931471805599453
     assert known == {
-        "dpo": ln2, "dpo_auto": ln2, "dpo_smooth": ln2, "dpo_hinge": 1.0, "dpo_ipo": 0.25,
-        "safeguard": ln2, "kto": 0.5,
-    }  # fmt: skip
+        "dpo": ln2,
+        "dpo_auto": ln2,
+        "dpo_smooth": ln2,
+        "dpo_hinge": 1.0,
+        "dpo_ipo": 0.25,
+        "safeguard": ln2,
+        "kto": 0.5,
+    }
 
 
 @of_pairs
 def test_errors_of_winners_are_lowered_and_those_of_losers_raised(loss):
     """d loss / d l has the sign of d loss / d residual . residual, as l is homogeneous in it."""
-    errors, batch = draw()
-    winner, loser = (run(loss, errors, batch)[2] * errors.policy).sum((1, 2, 3, 4)).chunk(2)
+    residuals, batch = draw()
+    winner, loser = (run(loss, residuals, batch)[2] * residuals.policy).sum((1, 2, 3, 4)).chunk(2)
     assert (winner > 0).all()
     assert (loser <= 0).all()
     assert (loser < 0).any()
@@ -154,10 +161,10 @@ def test_errors_of_winners_are_lowered_and_those_of_losers_raised(loss):
 
 @of_rows
 def test_errors_of_liked_rows_are_lowered_and_only_disliked_ones_raised(loss):
-    errors, batch = draw(n=7)
-    slope = (run(loss, errors, batch)[2] * errors.policy).sum((1, 2, 3, 4))
+    residuals, batch = draw(n=7)
+    slope = (run(loss, residuals, batch)[2] * residuals.policy).sum((1, 2, 3, 4))
     assert (slope[batch.desirable] > 0).all()
-    if loss.traits.reference:
+    if loss.requirements.reference:
         assert (slope[~batch.desirable] < 0).all()
     else:
         assert (slope[~batch.desirable] >= 0).all()
@@ -165,32 +172,32 @@ def test_errors_of_liked_rows_are_lowered_and_only_disliked_ones_raised(loss):
 
 @every
 def test_the_order_of_pairs_does_not_matter(loss):
-    errors, batch = draw()
+    residuals, batch = draw()
     index = both([2, 0, 3, 1])
-    value, _, grad = run(loss, errors, batch)
-    other, _, moved = run(loss, *rows(errors, batch, index))
+    value, _, grad = run(loss, residuals, batch)
+    other, _, moved = run(loss, *rows(residuals, batch, index))
     assert_close(other, value)
     assert_close(moved, grad[index])
 
 
 @of_rows
 def test_losses_of_rows_take_them_in_any_number_and_order(loss):
-    errors, batch = draw(n=7)
+    residuals, batch = draw(n=7)
     batch = replace(batch, segments=None)
     index = tensor([6, 2, 0, 5, 3, 1, 4])
-    value, _, grad = run(loss, errors, batch)
-    other, _, moved = run(loss, *rows(errors, batch, index))
+    value, _, grad = run(loss, residuals, batch)
+    other, _, moved = run(loss, *rows(residuals, batch, index))
     assert_close(other, value)
     assert_close(moved, grad[index])
 
 
 @every
 def test_an_image_is_a_video_of_one_frame(loss):
-    errors, batch = draw(frames=1)
+    residuals, batch = draw(frames=1)
     labels = tensor([[1.0], [1.0], [0.0], [1.0]], dtype=torch.float64)
     batch = replace(batch, segments=labels)
-    value, stats, grad = run(loss, errors, batch)
-    flat = Errors(errors.policy[:, :, 0], errors.required_reference[:, :, 0])
+    value, stats, grad = run(loss, residuals, batch)
+    flat = Residuals(residuals.policy[:, :, 0], residuals.required_reference[:, :, 0])
     picture = replace(batch, latents=batch.latents[:, :, 0], mask=batch.mask[:, :, 0])
     other, logged, moved = run(loss, flat, picture)
     assert_close(other, value)
@@ -201,11 +208,13 @@ def test_an_image_is_a_video_of_one_frame(loss):
 @every
 def test_errors_are_means_so_that_the_size_of_a_medium_does_not_matter(loss):
     """Everything twice side by side: same loss, half the gradient everywhere."""
-    errors, batch = draw()
-    wide = Errors(*(torch.cat([r, r], 4) for r in (errors.policy, errors.required_reference)))
+    residuals, batch = draw()
+    wide = Residuals(
+        *(torch.cat([r, r], 4) for r in (residuals.policy, residuals.required_reference))
+    )
     mask = torch.cat([batch.mask, batch.mask], 4)
     doubled = replace(batch, latents=torch.cat([batch.latents] * 2, 4), mask=mask)
-    value, _, grad = run(loss, errors, batch)
+    value, _, grad = run(loss, residuals, batch)
     other, _, thin = run(loss, wide, doubled)
     assert_close(other, value)
     assert_close(thin, torch.cat([grad, grad], 4) / 2)
@@ -213,14 +222,14 @@ def test_errors_are_means_so_that_the_size_of_a_medium_does_not_matter(loss):
 
 @every
 def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
-    errors, batch = draw()
-    value, _, grad = run(loss, errors, batch)
-    twice, _, double = run(loss, errors, replace(batch, weight=2 * batch.weight))
+    residuals, batch = draw()
+    value, _, grad = run(loss, residuals, batch)
+    twice, _, double = run(loss, residuals, replace(batch, weight=2 * batch.weight))
     assert_close(twice, 2 * value)
     assert_close(double, 2 * grad)
     without = batch.weight.clone()
     without[[1, 5]] = 0
-    less = run(loss, errors, replace(batch, weight=without))[2]
+    less = run(loss, residuals, replace(batch, weight=without))[2]
     assert less[[1, 5]].abs().max() == 0
     assert_close(less[[0, 2, 3, 4, 6, 7]], grad[[0, 2, 3, 4, 6, 7]])
 
@@ -228,9 +237,9 @@ def test_weights_multiply_and_what_weighs_nothing_teaches_nothing(loss):
 @every
 def test_rows_are_compared_by_losses_that_say_so_and_by_no_other(loss):
     """The gradient of a batch is that of its halves, each counting half, or whole_batch is set."""
-    errors, batch = draw()
-    grad = run(loss, errors, batch)[2]
+    residuals, batch = draw()
+    grad = run(loss, residuals, batch)[2]
     halves = torch.zeros_like(grad)
     for index in (both([0, 3]), both([1, 2])):
-        halves[index] = run(loss, *rows(errors, batch, index))[2] / 2
-    assert torch.allclose(halves, grad, atol=1e-12) != loss.traits.whole_batch
+        halves[index] = run(loss, *rows(residuals, batch, index))[2] / 2
+    assert torch.allclose(halves, grad, atol=1e-12) != loss.requirements.whole_batch

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from flowalign.curation.clip_pairs.denoiser import Clips, Workshop
+from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.curation.clip_pairs.dense_dpo import DensePairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
-from flowalign.curation.clip_pairs.method import Made
+from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
 from pipelines.video import Video
@@ -16,54 +16,57 @@ from tests.fixtures.video_pixel import Warmth
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory) -> Workshop:
+def regenerator(tmp_path_factory) -> ClipRegenerator:
     """Nine frames of 32 x 32 from three latent ones; guidance takes two evaluations."""
     policy = Wan(
         build_wan(tmp_path_factory.mktemp("wan")),
         Video(height=32, width=32, num_frames=9, fps=8.0),
-        guidance=3.0, lora=None, precision="fp32", max_sequence_length=16,
-    )  # fmt: skip
+        guidance=3.0,
+        lora=None,
+        precision="fp32",
+        max_sequence_length=16,
+    )
     policy.load(torch.device("cpu"))
-    return Workshop(policy, Rewards([Warmth()], {"warm": 1.0}), 10, 0, 2)
+    return ClipRegenerator(policy, Rewards([Warmth()], {"warm": 1.0}), 10, 0, 2)
 
 
 @pytest.fixture(scope="module")
-def clips(workshop) -> Clips:
+def clips(regenerator) -> Clips:
     draw = torch.Generator().manual_seed(4)
     media = torch.rand(2, 9, 3, 32, 32, generator=draw)
-    return Clips(workshop.policy.embed(media), ["a red ball", "a white circle"], [0, 1])
+    return Clips(regenerator.policy.embed(media), ["a red ball", "a white circle"], [0, 1])
 
 
-def test_segments_are_of_the_frames_that_a_causal_vae_makes_of_latent_ones(workshop, clips):
-    results = DensePairs(seconds=0.5, min_decided=0.0).make(workshop, clips)
+def test_segments_are_of_the_frames_that_a_causal_vae_makes_of_latent_ones(regenerator, clips):
+    results = DensePairs(seconds=0.5, min_decided=0.0).make(regenerator, clips)
     for made in results:
-        assert isinstance(made, Made)
+        assert isinstance(made, ClipPair)
         assert [(s["start"], s["stop"]) for s in made.row["segments"]] == [(0, 1), (1, 2), (2, 3)]
         assert made.sides["a"].media.shape == (9, 3, 32, 32)
         assert not torch.equal(made.sides["a"].latent, made.sides["b"].latent)
-    assert workshop.rewards.models[0].seen == [1, 4, 4]
+    assert regenerator.rewards.models[0].seen == [1, 4, 4]
 
 
-def test_outside_the_mask_latents_are_the_clips_own(workshop, clips):
-    for i, made in enumerate(LocalPairs().make(workshop, clips)):
-        assert isinstance(made, Made)
+def test_outside_the_mask_latents_are_the_clips_own(regenerator, clips):
+    for i, made in enumerate(LocalPairs().make(regenerator, clips)):
+        assert isinstance(made, ClipPair)
         assert made.mask is not None
         loser, inside = made.sides["negative"].latent, made.mask.bool()
         assert torch.equal(loser[:, ~inside], clips.latents[i][:, ~inside])
         assert (loser[:, inside] != clips.latents[i][:, inside]).any(0).all()
 
 
-def test_from_pure_noise_a_clip_is_what_the_sampler_makes_of_that_noise(workshop, clips):
-    noise = workshop.noise("x", clips)
-    sigma = workshop.policy.schedule(10)[0]
+def test_from_pure_noise_a_clip_is_what_the_sampler_makes_of_that_noise(regenerator, clips):
+    noise = regenerator.noise("x", clips)
+    sigma = regenerator.policy.schedule(10)[0]
 
-    class Given(type(workshop.policy)):
+    class Given(type(regenerator.policy)):
         def noise(self, num_samples, generator):
             return next(drawn)
 
     drawn = iter(((1 - sigma) * clips.latents + sigma * noise).split(1))
     policy = object.__new__(Given)
-    policy.__dict__ = workshop.policy.__dict__
+    policy.__dict__ = regenerator.policy.__dict__
     expected = generate(policy, clips.prompts, 10, [torch.Generator()] * 2, 2)
-    got = workshop.regenerated(clips, noise, torch.tensor([0, 0]))
+    got = regenerator.regenerated(clips, noise, torch.tensor([0, 0]))
     torch.testing.assert_close(got, expected)

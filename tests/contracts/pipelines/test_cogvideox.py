@@ -28,10 +28,16 @@ globals().update(contract())
 def official_cogvideox(policy: CogVideoX, prompts, x, num_steps, output_type):
     """Latents of the pipeline have frames before channels."""
     made = policy.pipe(
-        list(prompts), height=policy.height, width=policy.width, latents=x.transpose(1, 2),
-        num_frames=policy.video.num_frames, num_inference_steps=num_steps,
-        guidance_scale=policy.guidance, max_sequence_length=24, output_type=output_type,
-    ).frames  # fmt: skip
+        list(prompts),
+        height=policy.height,
+        width=policy.width,
+        latents=x.transpose(1, 2),
+        num_frames=policy.video.num_frames,
+        num_inference_steps=num_steps,
+        guidance_scale=policy.guidance,
+        max_sequence_length=24,
+        output_type=output_type,
+    ).frames
     return made.transpose(1, 2) if output_type == "latent" else made
 
 
@@ -41,10 +47,12 @@ def folders(tmp_path_factory) -> dict[str, str]:
     return {
         "2b": build_cogvideox(root / "2b"),
         "5b": build_cogvideox(
-            root / "5b", num_attention_heads=3, attention_head_dim=16,
+            root / "5b",
+            num_attention_heads=3,
+            attention_head_dim=16,
             use_rotary_positional_embeddings=True,
         ),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture

@@ -116,8 +116,12 @@ def test_what_a_policy_does_already_is_no_advice():
 
 
 def test_large_decoding_is_planned_with_what_takes_less(monkeypatch):
-    taken = {Memory(): 5_000, Memory(tile=True): 900, Memory(decode_frames=1): 3_000,
-             Memory(decode_frames=2): 4_000}  # fmt: skip
+    taken = {
+        Memory(): 5_000,
+        Memory(tile=True): 900,
+        Memory(decode_frames=1): 3_000,
+        Memory(decode_frames=2): 4_000,
+    }
     monkeypatch.setattr("pipelines.video.decode_bytes", lambda _, memory, shape: taken[memory])
     assert decoding_of(ltx()) == {}
     monkeypatch.setattr("pipelines.video._LARGE", 800)

@@ -74,9 +74,15 @@ def test_any_size_and_guidance_is_that_of_the_official_pipeline(flux1, height, w
 def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(flux1):
     policy = flux1.new(embedded_guidance=3.5)
     theirs = policy.pipe(
-        list(flux1.prompts), height=48, width=64, num_inference_steps=2, max_sequence_length=24,
-        generator=torch.Generator().manual_seed(5), guidance_scale=3.5, output_type="latent",
-    ).images  # fmt: skip
+        list(flux1.prompts),
+        height=48,
+        width=64,
+        num_inference_steps=2,
+        max_sequence_length=24,
+        generator=torch.Generator().manual_seed(5),
+        guidance_scale=3.5,
+        output_type="latent",
+    ).images
     mine = ours(policy, flux1.prompts, noise(policy), 2)
     torch.testing.assert_close(pack(mine), theirs, atol=1e-4, rtol=1e-4)
 
@@ -128,9 +134,14 @@ def test_a_model_without_the_guidance_input_is_its_official_pipeline(flux1, schn
     policy = flux1.new(path=schnell, embedded_guidance=None)
     x = noise(policy)
     theirs = policy.pipe(
-        list(flux1.prompts), height=48, width=64, num_inference_steps=3, latents=pack(x),
-        max_sequence_length=24, output_type="pt",
-    ).images  # fmt: skip
+        list(flux1.prompts),
+        height=48,
+        width=64,
+        num_inference_steps=3,
+        latents=pack(x),
+        max_sequence_length=24,
+        output_type="pt",
+    ).images
     pictures = policy.decode(ours(policy, flux1.prompts, x, 3))
     torch.testing.assert_close(pictures[:, 0], theirs, atol=1e-4, rtol=1e-4)
 

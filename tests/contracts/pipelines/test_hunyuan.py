@@ -32,12 +32,18 @@ PLAIN = {"template": "{}", "crop_start": 0}
 
 def official_hunyuan(policy: HunyuanVideo, prompts, x, num_steps, output_type):
     return policy.pipe(
-        list(prompts), height=policy.height, width=policy.width, latents=x,
-        num_frames=policy.video.num_frames, num_inference_steps=num_steps,
-        guidance_scale=policy.embedded_guidance, true_cfg_scale=policy.guidance,
+        list(prompts),
+        height=policy.height,
+        width=policy.width,
+        latents=x,
+        num_frames=policy.video.num_frames,
+        num_inference_steps=num_steps,
+        guidance_scale=policy.embedded_guidance,
+        true_cfg_scale=policy.guidance,
         negative_prompt=[""] * len(x) if policy.guidance > 1 else None,
-        max_sequence_length=policy.max_sequence_length, output_type=output_type,
-    ).frames  # fmt: skip
+        max_sequence_length=policy.max_sequence_length,
+        output_type=output_type,
+    ).frames
 
 
 @pytest.fixture(scope="session")
@@ -45,9 +51,12 @@ def hunyuan(tmp_path_factory) -> Family:
     root = tmp_path_factory.mktemp("hunyuan")
     path, other = build_hunyuan(root / "one"), build_hunyuan(root / "other", num_layers=2)
     settings = {
-        "num_frames": 5, "width": 48, "fps": 15.0, "max_sequence_length": 24,
+        "num_frames": 5,
+        "width": 48,
+        "fps": 15.0,
+        "max_sequence_length": 24,
         "embedded_guidance": 2.0,
-    }  # fmt: skip
+    }
     layers = Lora().target_modules
     return clip_family(HunyuanVideo, path, other, layers, official_hunyuan, **settings)
 
@@ -109,9 +118,14 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
     sizes = {n: about["call_arguments"][n] for n in ("height", "width", "num_frames")}
     arguments = about["runs"][run]["arguments"]
     policy = of_clips(
-        HunyuanVideo, str(GOLDEN / "I_hunyuan_pipeline"), **sizes, lora=None, precision="fp32",
-        embedded_guidance=arguments["guidance_scale"], guidance=arguments["true_cfg_scale"],
-    )  # fmt: skip
+        HunyuanVideo,
+        str(GOLDEN / "I_hunyuan_pipeline"),
+        **sizes,
+        lora=None,
+        precision="fp32",
+        embedded_guidance=arguments["guidance_scale"],
+        guidance=arguments["true_cfg_scale"],
+    )
     policy.load(torch.device("cpu"))
 
     def read(prompts):
@@ -136,10 +150,16 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
 def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(hunyuan):
     policy = hunyuan.new()
     theirs = policy.pipe(
-        list(PROMPTS), height=32, width=48, num_frames=5, num_inference_steps=2,
-        generator=torch.Generator().manual_seed(5), guidance_scale=2.0, output_type="latent",
+        list(PROMPTS),
+        height=32,
+        width=48,
+        num_frames=5,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(5),
+        guidance_scale=2.0,
+        output_type="latent",
         max_sequence_length=24,
-    ).frames  # fmt: skip
+    ).frames
     mine = ours(policy, PROMPTS, noise(policy), 2)
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 

@@ -28,12 +28,20 @@ globals().update(contract())
 
 def official_ltx(policy: LTX, prompts, x, num_steps, output_type):
     made = policy.pipe(
-        list(prompts), height=policy.height, width=policy.width, frame_rate=policy.fps,
-        num_frames=policy.video.num_frames, num_inference_steps=num_steps,
-        guidance_scale=policy.guidance, latents=x.flatten(2).mT, output_type=output_type,
-        max_sequence_length=policy.max_sequence_length, decode_timestep=0.05,
-        decode_noise_scale=0.025, generator=[torch.Generator().manual_seed(0) for _ in x],
-    ).frames  # fmt: skip
+        list(prompts),
+        height=policy.height,
+        width=policy.width,
+        frame_rate=policy.fps,
+        num_frames=policy.video.num_frames,
+        num_inference_steps=num_steps,
+        guidance_scale=policy.guidance,
+        latents=x.flatten(2).mT,
+        output_type=output_type,
+        max_sequence_length=policy.max_sequence_length,
+        decode_timestep=0.05,
+        decode_noise_scale=0.025,
+        generator=[torch.Generator().manual_seed(0) for _ in x],
+    ).frames
     return made.mT.unflatten(2, x.shape[2:]) if output_type == "latent" else made
 
 
@@ -90,9 +98,14 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
     about = json.loads((GOLDEN / "I_ltx.json").read_text())["values"]
     arguments = about["runs"][run]["arguments"]
     policy = of_clips(
-        LTX, str(GOLDEN / "I_ltx_pipeline"), **about["call_arguments"], fps=25.0, lora=None,
-        precision="fp32", guidance=arguments["guidance_scale"],
-    )  # fmt: skip
+        LTX,
+        str(GOLDEN / "I_ltx_pipeline"),
+        **about["call_arguments"],
+        fps=25.0,
+        lora=None,
+        precision="fp32",
+        guidance=arguments["guidance_scale"],
+    )
     policy.load(torch.device("cpu"))
     x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
     assert torch.equal(x.flatten(2).mT, recorded[f"{run}.net_in0"][:2])
@@ -162,10 +175,17 @@ def test_one_step_goes_from_noise_to_data(ltx):
 def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(ltx):
     policy = ltx.new()
     theirs = policy.pipe(
-        list(PROMPTS), height=32, width=64, num_frames=9, num_inference_steps=2, frame_rate=24,
-        generator=torch.Generator().manual_seed(5), guidance_scale=1.0, output_type="latent",
+        list(PROMPTS),
+        height=32,
+        width=64,
+        num_frames=9,
+        num_inference_steps=2,
+        frame_rate=24,
+        generator=torch.Generator().manual_seed(5),
+        guidance_scale=1.0,
+        output_type="latent",
         max_sequence_length=20,
-    ).frames  # fmt: skip
+    ).frames
     mine = ours(policy, PROMPTS, noise(policy), 2).flatten(2).mT
     torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
 
@@ -214,10 +234,15 @@ def test_frames_that_the_autoencoder_cannot_take_are_refused(ltx, frames, below,
 
 def test_ratios_that_a_folder_does_not_state_are_those_of_its_blocks(ltx):
     """0.9.0 states none; 0.9.5 halves frames and sides in different blocks and states both."""
-    policy, vae = of_clips(LTX, ltx.path), {
-        "latent_channels": 128, "patch_size": 4, "patch_size_t": 1,
-        "spatio_temporal_scaling": (True, True, True, False),
-    }  # fmt: skip
+    policy, vae = (
+        of_clips(LTX, ltx.path),
+        {
+            "latent_channels": 128,
+            "patch_size": 4,
+            "patch_size_t": 1,
+            "spatio_temporal_scaling": (True, True, True, False),
+        },
+    )
     assert policy.latent_unit(vae) == (128, 8, 32)
     stated = {"spatial_compression_ratio": 31, "temporal_compression_ratio": 7}
     assert policy.latent_unit(vae | stated) == (128, 7, 31)

@@ -28,9 +28,13 @@ def folder(tmp_path_factory) -> Any:
 
 def personal(folder, **changes: Any) -> Any:
     defaults: dict[str, Any] = {
-        "path": str(folder), "users": str(folder / "users.safetensors"), "height": 48, "width": 64,
-        "guidance": 1.0, "precision": "fp32",
-    }  # fmt: skip
+        "path": str(folder),
+        "users": str(folder / "users.safetensors"),
+        "height": 48,
+        "width": 64,
+        "guidance": 1.0,
+        "precision": "fp32",
+    }
     policy = PersonalSD15(**defaults | changes)
     policy.load(torch.device("cpu"))
     return policy
@@ -82,8 +86,9 @@ def test_only_attention_to_users_is_trained_and_the_plan_knows_it(folder):
     policy = personal(folder, precision="bf16")
     trained = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
     assert {name.split(".processor.")[1] for name in trained} == {
-        "to_k_ip.0.weight", "to_v_ip.0.weight",
-    }  # fmt: skip
+        "to_k_ip.0.weight",
+        "to_v_ip.0.weight",
+    }
     assert {p.dtype for p in trained.values()} == {torch.float32}
     frozen = {p.dtype for p in policy.denoiser.parameters() if not p.requires_grad}
     assert frozen == {torch.bfloat16}

@@ -70,9 +70,17 @@ def test_a_transition_replayed_from_a_minibatch_uses_the_guided_velocity():
     cond, x, sigmas = policy.encode(PROMPTS), noise(policy), policy.schedule(4)
     eta = torch.tensor([0.5, 0.5])
     batch = Minibatch(
-        k=2, x=x, x_next=x, logp_old=eta, advantage=eta, weight=eta, sigmas=sigmas, eta=eta,
-        kernel=FlowSDE(), cond=cond,
-    )  # fmt: skip
+        k=2,
+        x=x,
+        x_next=x,
+        logp_old=eta,
+        advantage=eta,
+        weight=eta,
+        sigmas=sigmas,
+        eta=eta,
+        kernel=FlowSDE(),
+        cond=cond,
+    )
     got = batch.transition(policy).mean
     other = dataclasses.replace(batch, k=1).transition(policy).mean
     v, s, t = policy.velocity(x, sigmas[2], cond), sigmas[2], sigmas[3]

@@ -44,9 +44,16 @@ def test_sampling_by_euler_steps_gives_the_clips_of_the_plain_pipeline():
     pipe.scheduler = FlowMatchEulerDiscreteScheduler()
     pipe.scheduler.set_timesteps = _fixed(pipe.scheduler, sigmas)
     frames = pipe(
-        prompts, height=32, width=32, num_frames=9, num_inference_steps=4, guidance_scale=1.0,
-        latents=x, max_sequence_length=16, output_type="pt",
-    ).frames  # fmt: skip
+        prompts,
+        height=32,
+        width=32,
+        num_frames=9,
+        num_inference_steps=4,
+        guidance_scale=1.0,
+        latents=x,
+        max_sequence_length=16,
+        output_type="pt",
+    ).frames
     assert frames.shape == (len(prompts), 9, 3, 32, 32)
     torch.testing.assert_close(mine.decode(state), frames.float(), atol=2e-3, rtol=0)
 
@@ -67,9 +74,16 @@ def test_a_plain_pipeline_call_with_guidance_is_right_now_and_then_but_leaves_ro
     pipe.set_progress_bar_config(disable=True)
     prompts = PROMPTS[::2]
     frames = pipe(
-        prompts, height=32, width=32, num_frames=9, num_inference_steps=12, guidance_scale=2.5,
-        max_sequence_length=16, generator=torch.Generator().manual_seed(0), output_type="pt",
-    ).frames  # fmt: skip
+        prompts,
+        height=32,
+        width=32,
+        num_frames=9,
+        num_inference_steps=12,
+        guidance_scale=2.5,
+        max_sequence_length=16,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).frames
     found = MovingShapesVerifier().score(MediaBatch(frames.float(), prompts)).values
     strict = float(found[:, -1].mean())
     assert 0.2 < strict < 0.7

@@ -83,8 +83,10 @@ def test_errors_of_the_network_are_those_of_the_flow_in_its_own_space(folders, m
         s = sigma[:, None, None, None]
         v = policy.velocity((1 - s) * data + s * eps, sigma, cond)
     target = {
-        "noise": eps, "data": data, "v": scheduler.get_velocity(data, eps, times),
-    }[space]  # fmt: skip
+        "noise": eps,
+        "data": data,
+        "v": scheduler.get_velocity(data, eps, times),
+    }[space]
     wanted = (said - target).square().mean((1, 2, 3))
     got = space_factor(space, sigma).square() * (v - (eps - data)).square().mean((1, 2, 3))
     torch.testing.assert_close(got, wanted, atol=0, rtol=2e-4)

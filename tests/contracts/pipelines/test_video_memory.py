@@ -67,8 +67,11 @@ def peak(work: Callable[[], object]) -> int:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("memory")
-    return {"2.1": build_wan(root / "wan"), "5b": build_wan22_5b(root / "5b"),
-            "i2v": build_wan_i2v(root / "i2v")}  # fmt: skip
+    return {
+        "2.1": build_wan(root / "wan"),
+        "5b": build_wan22_5b(root / "5b"),
+        "i2v": build_wan_i2v(root / "i2v"),
+    }
 
 
 def new(folders, model="2.1", width=32, **changes) -> Any:
@@ -136,8 +139,12 @@ def test_slices_hold_one_sample(folders):
         policy = new(folders, slice=flag)
         x = noise(policy, 4)
         media = torch.rand(4, 9, 3, 32, 32)
-        peaks.append((peak(lambda policy=policy, x=x: policy.decode(x)),
-                      peak(lambda policy=policy, m=media: policy.embed(m))))  # fmt: skip
+        peaks.append(
+            (
+                peak(lambda policy=policy, x=x: policy.decode(x)),
+                peak(lambda policy=policy, m=media: policy.embed(m)),
+            )
+        )
     assert peaks[1][0] < 0.6 * peaks[0][0]
     assert peaks[1][1] < 0.8 * peaks[0][1]
 
@@ -175,9 +182,11 @@ def test_tiles_with_chunks_and_chunks_of_nothing_are_refused(folders):
 def test_encoders_of_prompts_stay_on_the_cpu_when_they_are_offloaded(folders, offload):
     """The meta device stands for a GPU."""
     policy = tiny_video(
-        WanI2V, folders["i2v"], offload_text=offload,
+        WanI2V,
+        folders["i2v"],
+        offload_text=offload,
         images=f"{folders['i2v']}/images.jsonl",
-    )  # fmt: skip
+    )
     policy.load(torch.device("meta"))
     for name, part in policy.pipe.components.items():
         if isinstance(part, torch.nn.Module):

@@ -133,9 +133,15 @@ def test_what_was_recorded_from_the_reference_pipeline_comes_out_again(run):
     about = json.loads((GOLDEN / "I_wan.json").read_text())["values"]
     arguments, steps = about["runs"][run]["arguments"], about["steps"]
     policy = new_video(
-        Wan, str(RECORDED), height=32, width=32, num_frames=5, max_sequence_length=32, lora=None,
+        Wan,
+        str(RECORDED),
+        height=32,
+        width=32,
+        num_frames=5,
+        max_sequence_length=32,
+        lora=None,
         guidance=arguments["guidance_scale"],
-    )  # fmt: skip
+    )
     if run == "cfg_euler":
         policy.pipe.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
         policy.whole_times = False
@@ -164,10 +170,17 @@ def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(folders):
     policy = new(folders, "2.1")
     x, num_steps = noise(policy), 3
     theirs = policy.pipe(
-        list(PROMPTS), height=32, width=64, num_frames=9, num_inference_steps=num_steps,
-        generator=seeded(5), guidance_scale=1.0, output_type="latent",
-        max_sequence_length=24, callback_on_step_end=lambda *_: {"latents": x},
-    ).frames  # fmt: skip
+        list(PROMPTS),
+        height=32,
+        width=64,
+        num_frames=9,
+        num_inference_steps=num_steps,
+        generator=seeded(5),
+        guidance_scale=1.0,
+        output_type="latent",
+        max_sequence_length=24,
+        callback_on_step_end=lambda *_: {"latents": x},
+    ).frames
     assert torch.equal(theirs, x)
 
 

@@ -130,15 +130,17 @@ def test_a_prompt_without_a_picture_is_refused_by_name(folders):
 @pytest.mark.parametrize(
     ("lines", "error"),
     [
-        (['{"prompt": "a", "image": "ball.png"}', '{"prompt": "a", "image": "cats.png"}'],
-         "line 2: prompt 'a' has two pictures, .*ball.png and .*cats.png"),
+        (
+            ['{"prompt": "a", "image": "ball.png"}', '{"prompt": "a", "image": "cats.png"}'],
+            "line 2: prompt 'a' has two pictures, .*ball.png and .*cats.png",
+        ),
         (['{"prompt": "a", "image": "none.png"}'], "line 1: there is no picture .*none.png"),
         (['{"prompt": "a", "image": "ball.png"}', '{"prompt": "b"'], "line 2 is no JSON"),
         (['{"prompt": "a", "picture": "ball.png"}'], "line 1 must be .*but is"),
         (["[1]"], "line 1 must be"),
         ([], "names no pictures"),
     ],
-)  # fmt: skip
+)
 def test_a_file_of_pictures_with_a_fault_is_refused_before_loading(folders, tmp_path, lines, error):
     write_pictures(tmp_path)
     file = tmp_path / "faulty.jsonl"

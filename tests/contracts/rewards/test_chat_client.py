@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 
-from reward_models.chat import breaker
-from reward_models.chat.breaker import Breaker, ChatError, ServerDown
+from reward_models.chat import circuit_breaker
 from reward_models.chat.cache import AnswerCache
+from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
 from reward_models.chat.client import ChatClient, Server
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
@@ -49,8 +49,8 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("reward_models.chat.breaker.time", Clock())
-    return breaker.time
+    monkeypatch.setattr("reward_models.chat.circuit_breaker.time", Clock())
+    return circuit_breaker.time
 
 
 def loops():
@@ -262,7 +262,7 @@ def test_refused_requests_do_not_open_the_breaker():
         raise ServerDown("HTTP 500")
 
     async def work():
-        guard = Breaker(max_failures=2, rest=60.0)
+        guard = CircuitBreaker(max_failures=2, rest=60.0)
         for ask_it in (down, refuse, down, refuse, down):
             with pytest.raises(ChatError, match="HTTP"):
                 await guard.call(ask_it)

@@ -14,11 +14,11 @@ from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.images import data_url
 from reward_models.chat.judge import ChatJudge
+from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
 from reward_models.chat.levels import Levels
 from reward_models.chat.magic_assessor import MagicAssessor
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
-from reward_models.chat.panel import Panel, Sampling, check_known
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
 from reward_models.chat.template import read_template
@@ -238,7 +238,8 @@ class Careless(ChatJudge):
 
     def __init__(self, server):
         super().__init__(
-            RewardSpec("careless", ("x",), "any", (0.0, 1.0), "MIT"), Panel(server, Sampling())
+            RewardSpec("careless", ("x",), "any", (0.0, 1.0), "MIT"),
+            JudgeEnsemble(server, Sampling()),
         )
 
     def ask(self, sample):
@@ -388,9 +389,7 @@ def test_levels_are_an_expectation_and_continue_the_sentence(serve):
     output = Levels(server).score(batch_of(0.5))
     assert output.values.item() == pytest.approx((0.3 + 0.1 * 0.75) / 0.5)
     body = serve.running[0].requests[0].body
-    assert body["messages"][-1] == {
-        "role": "assistant", "content": "The quality of the image is"
-    }  # fmt: skip
+    assert body["messages"][-1] == {"role": "assistant", "content": "The quality of the image is"}
     assert body["continue_final_message"]
     assert not body["add_generation_prompt"]
     five = {"excellent": 5.0, "good": 4.0, "fair": 3.0, "poor": 2.0, "bad": 1.0}
@@ -490,7 +489,7 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
     server = serve(lambda r: axes(*colours(r.pictures[0])))
     settings = {"url": server.url, "model": MODEL, "concurrency": 3}
     path = tmp_path / "rewards.yaml"
-    judges = [
+    build_rewards = [
         {
             "class_path": "reward_models.chat.unified_reward.UnifiedRewardPoint",
             "init_args": {"server": settings, "sampling": {"passes": 2}},
@@ -505,7 +504,7 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
             },
         },
     ]
-    path.write_text(yaml.safe_dump({"rewards": judges}))
+    path.write_text(yaml.safe_dump({"rewards": build_rewards}))
     (point, win_rate), resolved = load_rewards(str(path))
     assert point.panel.sampling == Sampling(passes=2, max_tokens=512)  # the rest are its defaults
     assert point.score(batch_of(0.2)).values.tolist() == [[pytest.approx(1.8)] * 3]

@@ -8,9 +8,9 @@ import torch
 
 from flowalign.types import MediaBatch
 from reward_models.chat.client import Server
+from reward_models.chat.judge_ensemble import Sampling
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
-from reward_models.chat.panel import Sampling
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.unified_reward import UnifiedRewardPair
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
@@ -76,8 +76,11 @@ def test_groups_are_compared_within_themselves_only(serve):
     assert output.values.flatten().tolist() == [0.0, 1.0, 1.0, 0.0]
     asked = {(shown(r), r.text.rpartition("[")[2]) for r in serve.running[0].requests}
     assert asked == {
-        ((10, 50), "a cat]"), ((50, 10), "a cat]"), ((99, 60), "a dog]"), ((60, 99), "a dog]"),
-    }  # fmt: skip
+        ((10, 50), "a cat]"),
+        ((50, 10), "a cat]"),
+        ((99, 60), "a dog]"),
+        ((60, 99), "a dog]"),
+    }
 
 
 def test_a_judge_that_prefers_a_position_gives_every_sample_a_half(serve):

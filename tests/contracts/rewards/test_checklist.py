@@ -167,10 +167,15 @@ def test_prompts_enter_their_questions_and_answers_are_reported_by_template():
     assert any("[[prompt]]" in question for question in output.extras[0]["yes"])
 
 
-@pytest.mark.parametrize("model", [
-    vision_reward_image(FakeJudge(), "judge"), vision_reward_image(FakeJudge(), "omit", "soft"),
-    vision_reward_image(FakeJudge(), Fixed(0.5), "soft"),
-], ids=["judge", "omit", "model"])  # fmt: skip
+@pytest.mark.parametrize(
+    "model",
+    [
+        vision_reward_image(FakeJudge(), "judge"),
+        vision_reward_image(FakeJudge(), "omit", "soft"),
+        vision_reward_image(FakeJudge(), Fixed(0.5), "soft"),
+    ],
+    ids=["judge", "omit", "model"],
+)
 def test_image_checklists_keep_the_contract(model):
     check_contract(model, example_batch())
 
@@ -184,11 +189,13 @@ def test_video_checklists_keep_the_contract():
 def test_models_with_other_questions_judges_or_answers_have_other_fingerprints(tmp_path):
     path = written(small_sheet(), tmp_path)
     models = [
-        Checklist(FakeJudge(), path), Checklist(FakeJudge(), path, "soft"),
+        Checklist(FakeJudge(), path),
+        Checklist(FakeJudge(), path, "soft"),
         Checklist(FakeJudge({"face?": 1.0}), path),
-        vision_reward_image(FakeJudge(), "judge"), vision_reward_image(FakeJudge(), "omit"),
+        vision_reward_image(FakeJudge(), "judge"),
+        vision_reward_image(FakeJudge(), "omit"),
         vision_reward_image(FakeJudge(), Fixed(0.0)),
-    ]  # fmt: skip
+    ]
     models.append(Checklist(FakeJudge(), written(small_sheet(intercept=1.0), tmp_path)))
     check_fingerprints(models)
 
@@ -203,10 +210,15 @@ def test_a_sheet_is_written_and_read_back(tmp_path):
     assert read_sheet(written(small_sheet(), tmp_path)) == small_sheet()
 
 
-@pytest.mark.parametrize("changes", [
-    {"items": [Item("a?", -0.1, "x")]}, {"items": []}, {"items": [Item("a?", 1.0, "x", "wings")]},
-    {"alignment": 1.0, "items": [Item("a?", 1.0, "alignment")]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"items": [Item("a?", -0.1, "x")]},
+        {"items": []},
+        {"items": [Item("a?", 1.0, "x", "wings")]},
+        {"alignment": 1.0, "items": [Item("a?", 1.0, "alignment")]},
+    ],
+)
 def test_lists_that_make_no_sense_are_refused(changes):
     with pytest.raises(ValueError, match="small"):
         small_sheet(**changes)

@@ -152,9 +152,11 @@ def test_aesthetic_is_the_head_on_the_normalised_embedding_whatever_the_prompt()
 
 def test_the_aesthetic_head_sits_on_siglip_too(tmp_path):
     tower = {
-        "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
         "num_attention_heads": 2,
-    }  # fmt: skip
+    }
     config = SiglipConfig(
         vision_config={**tower, "image_size": 32, "patch_size": 8},
         text_config={**tower, "vocab_size": 514, "projection_size": 24},
@@ -165,9 +167,11 @@ def test_the_aesthetic_head_sits_on_siglip_too(tmp_path):
     for name in ("merges.txt", "vocab.json", "tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(Path(PICK) / name, tmp_path)
     described = {
-        "size": {"height": 32, "width": 32}, "resample": 3,
-        "image_mean": [0.5] * 3, "image_std": [0.5] * 3,
-    }  # fmt: skip
+        "size": {"height": 32, "width": 32},
+        "resample": 3,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(described))
     batch = example_batch(num_samples=2)
     model = Aesthetic(HEAD, HEAD_FILE, str(tmp_path), device="cpu")
@@ -263,8 +267,10 @@ def test_checkpoints_that_do_not_account_for_every_key_are_refused(tmp_path, how
     content = torch.load(WEIGHTS, weights_only=True)
     BREAKS[how](content["state_dict"], "visual.proj")
     torch.save(content, tmp_path / "hps.pt")
-    for make in (HPSv2(weights=str(tmp_path / "hps.pt"), model=SIZES),
-                 CLIPScore(SIZES, str(tmp_path / "hps.pt"))):  # fmt: skip
+    for make in (
+        HPSv2(weights=str(tmp_path / "hps.pt"), model=SIZES),
+        CLIPScore(SIZES, str(tmp_path / "hps.pt")),
+    ):
         with pytest.raises(ValueError, match=r"(?s)hps\.pt does not fit.*visual\.proj"):
             make.load()
     tensors = torch.load(Path(HEAD) / HEAD_FILE, weights_only=True)
@@ -359,10 +365,17 @@ def test_settings_and_weights_decide_the_fingerprint(tmp_path):
     save_file(tensors, other / "model.safetensors")
     check_fingerprints(
         [
-            PickScore(PICK, PICK), PickScore(PICK, PICK, "divided by 26"),
-            PickScore(str(other), PICK), PickScore(), HPSv2(), HPSv2("v2"),
-            HPSv2(weights=HPS, model=SIZES), CLIPScore(), CLIPScore(PICK, None),
-            CLIPScore("ViT-L-14", "laion2b_s32b_b82k"), Aesthetic(),
+            PickScore(PICK, PICK),
+            PickScore(PICK, PICK, "divided by 26"),
+            PickScore(str(other), PICK),
+            PickScore(),
+            HPSv2(),
+            HPSv2("v2"),
+            HPSv2(weights=HPS, model=SIZES),
+            CLIPScore(),
+            CLIPScore(PICK, None),
+            CLIPScore("ViT-L-14", "laion2b_s32b_b82k"),
+            Aesthetic(),
             Aesthetic(HEAD, HEAD_FILE, SIZES, WEIGHTS),
         ]
-    )  # fmt: skip
+    )

@@ -77,10 +77,14 @@ def test_it_keeps_the_contract_of_rewards():
 
 def test_every_part_enters_the_fingerprint():
     check_fingerprints(
-        [Gated(RED, GREEN, "green", 0.5), Gated(GREEN, RED, "red", 0.5),
-         Gated(RED, GREEN, "green_twice", 0.5), Gated(RED, GREEN, "green", 0.4),
-         Gated(RED, GREEN, "green", 0.5, below=-1.0)]
-    )  # fmt: skip
+        [
+            Gated(RED, GREEN, "green", 0.5),
+            Gated(GREEN, RED, "red", 0.5),
+            Gated(RED, GREEN, "green_twice", 0.5),
+            Gated(RED, GREEN, "green", 0.4),
+            Gated(RED, GREEN, "green", 0.5, below=-1.0),
+        ]
+    )
 
 
 def test_both_are_loaded():

@@ -96,11 +96,14 @@ def test_what_is_excluded_must_be_absent_from_both_rules():
 @pytest.mark.parametrize(
     "include",
     [
-        "cat", ["cat"], [{"count": 1}], [{"class": "cat", "count": 0}],
+        "cat",
+        ["cat"],
+        [{"count": 1}],
+        [{"class": "cat", "count": 0}],
         [{"class": "cat", "count": 1, "position": ["left of", 0]}],
         [{"class": "cat"}, {"class": "dog", "position": ["near", 0]}],
     ],
-)  # fmt: skip
+)
 def test_metadata_that_breaks_the_schema_cannot_be_scored(include):
     with pytest.raises(Unscorable, match="metadata"):
         clauses({"include": include}, "include")
@@ -147,9 +150,15 @@ def test_the_rewards_keep_the_contract():
     assert Counting(told).score(batch).values.tolist() == [[0.5, 0], [1, 1], [0.5, 0], [0, 0]]
     assert GenEval(told).score(batch).values[:, 2].tolist() == [0.5, 1, 0.5, 0]
     check_fingerprints(
-        [GenEval(told), GenEval(told, threshold=0.4), GenEval(told, counting_threshold=0.8),
-         GenEval(told, max_objects=8), Counting(told), Counting(told, threshold=0.8)]
-    )  # fmt: skip
+        [
+            GenEval(told),
+            GenEval(told, threshold=0.4),
+            GenEval(told, counting_threshold=0.8),
+            GenEval(told, max_objects=8),
+            Counting(told),
+            Counting(told, threshold=0.8),
+        ]
+    )
 
 
 def test_settings_with_which_nothing_is_found_are_refused():
@@ -201,9 +210,12 @@ def test_pictures_of_the_shapes_world_satisfy_their_prompts_and_no_other():
     from world import render
 
     prompts = [
-        "a red circle", "two blue squares", "three green triangles",
-        "a yellow triangle left of a white square", "a purple circle above a green triangle",
-    ]  # fmt: skip
+        "a red circle",
+        "two blue squares",
+        "three green triangles",
+        "a yellow triangle left of a white square",
+        "a purple circle above a green triangle",
+    ]
     generator = torch.Generator().manual_seed(3)
     media = torch.stack([render(p, generator) for p in prompts])[:, None]
     model = GenEval(ShapesDetector())
@@ -231,10 +243,16 @@ def yolos(tmp_path_factory):
     torch.manual_seed(5)
     names = {0: "cat", 1: "dog", 2: "cup"}
     config = YolosConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        image_size=[48, 64], patch_size=16, num_detection_tokens=6, id2label=names,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=[48, 64],
+        patch_size=16,
+        num_detection_tokens=6,
+        id2label=names,
         label2id={name: i for i, name in names.items()},
-    )  # fmt: skip
+    )
     network = YolosForObjectDetection(config).eval()
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.4)

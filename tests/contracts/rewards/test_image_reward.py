@@ -112,9 +112,13 @@ def test_contrastive_projections_and_positions_may_be_there_or_not(folder, model
 
 def test_the_default_sizes_are_blip_large_under_the_same_key_names():
     med = {
-        "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-        "num_attention_heads": 12, "max_position_embeddings": 512, "layer_norm_eps": 1e-12,
-    }  # fmt: skip
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "max_position_embeddings": 512,
+        "layer_norm_eps": 1e-12,
+    }
     with without_memory():
         large = ImageRewardNetwork(SIZES, med, 30524).state_dict()
     tiny = renamed(torch.load(FOLDER / "ImageReward.pt", weights_only=True), RENAMES)

@@ -263,7 +263,14 @@ def test_failed_rows_have_no_gradient_and_spoil_none():
 
 def test_settings_enter_the_fingerprints():
     check_fingerprints(
-        [SubjectConsistency(Mean()), SubjectConsistency(Mean("other")), Drift(Brightness()),
-         Drift(Brightness("b")), Drift(Brightness(), 0.2), FlowSmoothness(), DynamicDegree(),
-         TemporalFlicker()]
-    )  # fmt: skip
+        [
+            SubjectConsistency(Mean()),
+            SubjectConsistency(Mean("other")),
+            Drift(Brightness()),
+            Drift(Brightness("b")),
+            Drift(Brightness(), 0.2),
+            FlowSmoothness(),
+            DynamicDegree(),
+            TemporalFlicker(),
+        ]
+    )

@@ -43,10 +43,8 @@ def test_committed_prompts_are_the_splits_and_unseen_pairs_are_never_shown():
     assert set(splits["train"]) | set(splits["seen"]) <= set(splits["shown"])
     assert not set(splits["train"]) & set(splits["seen"])
     objects = {
-        frozenset((a.colour, a.shape) for a in parse(p))
-        for p in splits["shown"]
-        if " and " in p
-    }  # fmt: skip
+        frozenset((a.colour, a.shape) for a in parse(p)) for p in splits["shown"] if " and " in p
+    }
     hidden = [p for p in splits["unseen"] if " and " in p]
     assert hidden
     assert not any(frozenset((a.colour, a.shape) for a in parse(p)) in objects for p in hidden)
@@ -157,12 +155,16 @@ def test_pictures_and_pixels_that_are_no_numbers_are_failures_with_a_reason():
 @pytest.mark.parametrize(
     "prompt",
     [
-        "a red circle", "two red circles moves left",
+        "a red circle",
+        "two red circles moves left",
         "two red circles fall and a blue square rises",
-        "a pink circle falls", "a red circle falls and", "a red circle falls and a",
-        "a red circle falls and a blue square rises and a white square grows", "",
+        "a pink circle falls",
+        "a red circle falls and",
+        "a red circle falls and a",
+        "a red circle falls and a blue square rises and a white square grows",
+        "",
     ],
-)  # fmt: skip
+)
 def test_other_prompts_are_refused_by_name(prompt):
     with pytest.raises(ValueError, match="no prompt of moving shapes"):
         parse(prompt)

@@ -66,9 +66,15 @@ def test_the_contained_rule_is_that_of_flow_grpo_wherever_flow_grpo_has_a_score(
 
 @pytest.mark.parametrize(
     ("a", "b", "edits"),
-    [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "", 3), ("flaw", "lawn", 2), ("ab", "ba", 2),
-     ("same", "same", 0)],
-)  # fmt: skip
+    [
+        ("kitten", "sitting", 3),
+        ("", "abc", 3),
+        ("abc", "", 3),
+        ("flaw", "lawn", 2),
+        ("ab", "ba", 2),
+        ("same", "same", 0),
+    ],
+)
 def test_levenshtein_by_hand(a, b, edits):
     assert levenshtein(a, b) == levenshtein(b, a) == edits
 

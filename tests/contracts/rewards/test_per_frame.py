@@ -122,10 +122,15 @@ def test_failed_clips_have_no_gradient_and_spoil_none(over, t):
 
 def test_pooling_and_the_reward_itself_enter_the_fingerprint():
     check_fingerprints(
-        [PerFrame(Tone()), PerFrame(Tone(), "min"), PerFrame(Tone(), frames=3),
-         PerFrame(Tone(), "soft_min", 0.1), PerFrame(Tone(), "soft_min", 0.2),
-         PerFrame(Tone("other"))]
-    )  # fmt: skip
+        [
+            PerFrame(Tone()),
+            PerFrame(Tone(), "min"),
+            PerFrame(Tone(), frames=3),
+            PerFrame(Tone(), "soft_min", 0.1),
+            PerFrame(Tone(), "soft_min", 0.2),
+            PerFrame(Tone("other")),
+        ]
+    )
     here, there = (PerFrame(Tone(), at_once=n).spec.fingerprint() for n in (1, 9))
     assert here == there
 

@@ -106,8 +106,11 @@ def test_photographs_differ_in_jpeg_size():
 def test_captions_of_what_is_meant_are_more_similar():
     prompts = ["a cup of coffee on a wooden table"] * 3
     captions = ["an espresso in a white cup", "a rocket on its launch pad at night", prompts[0]]
-    batch = MediaBatch(pixels(photo("coffee.png")).repeat(3, 1, 1, 1, 1), prompts,
-                       [{"caption": caption} for caption in captions])  # fmt: skip
+    batch = MediaBatch(
+        pixels(photo("coffee.png")).repeat(3, 1, 1, 1, 1),
+        prompts,
+        [{"caption": caption} for caption in captions],
+    )
     near, far, same = scores(TextSimilarity(), batch)[:, 0].tolist()
     assert same == pytest.approx(1, abs=1e-5)
     assert near > far + 0.25

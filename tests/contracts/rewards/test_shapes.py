@@ -91,7 +91,7 @@ CHEATS = {
     "noise": _noise(),
     "saturated noise": (_noise() > 0.5).float(),
     "blobs": _blobs(64),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("pictures", CHEATS.values(), ids=CHEATS)
@@ -270,12 +270,25 @@ def test_a_picture_of_noise_is_described_within_bounds():
 
 
 FOREIGN = [
-    "", "a cat", "a red", "red circle", "four red circles", "a pink circle", "a red hexagon",
-    "a red circle beside a blue square", "a red circle left of", "left of a red circle",
-    "a red circle left of a blue", "two red circles left of a dog", "A Red Circle",
-    "a red circle left of a blue square above a green circle", "a red circle please",
-    "a red circles", "two red circle", "two red circles left of a blue square",
-]  # fmt: skip
+    "",
+    "a cat",
+    "a red",
+    "red circle",
+    "four red circles",
+    "a pink circle",
+    "a red hexagon",
+    "a red circle beside a blue square",
+    "a red circle left of",
+    "left of a red circle",
+    "a red circle left of a blue",
+    "two red circles left of a dog",
+    "A Red Circle",
+    "a red circle left of a blue square above a green circle",
+    "a red circle please",
+    "a red circles",
+    "two red circle",
+    "two red circles left of a blue square",
+]
 
 
 @pytest.mark.parametrize("prompt", FOREIGN)

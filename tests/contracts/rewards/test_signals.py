@@ -122,9 +122,13 @@ def sentence_encoder(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]").save_pretrained(folder)
     torch.manual_seed(3)
     config = BertConfig(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=24, initializer_range=0.6,
-    )  # fmt: skip
+        vocab_size=len(words),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        initializer_range=0.6,
+    )
     network = BertModel(config, add_pooling_layer=True).eval()
     network.save_pretrained(folder)
     return folder, network, vocabulary
@@ -257,5 +261,11 @@ rewards:
 """)
     models, _ = load_rewards(str(file))
     assert [dim for model in models for dim in model.spec.dims] == [
-        "compressibility_drift", "strict", "correct", "dense", "count", "exact", "consistency",
-    ]  # fmt: skip
+        "compressibility_drift",
+        "strict",
+        "correct",
+        "dense",
+        "count",
+        "exact",
+        "consistency",
+    ]

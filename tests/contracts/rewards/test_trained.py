@@ -49,11 +49,22 @@ def clip(tmp_path_factory):
     PreTrainedTokenizerFast(tokenizer_object=core, **special).save_pretrained(folder)
     config = {
         "embed_dim": 12,
-        "vision_cfg": {"image_size": 32, "patch_size": 8, "width": 16, "layers": 2,
-                       "head_width": 8},
-        "text_cfg": {"context_length": 12, "vocab_size": len(vocab), "width": 16, "heads": 2,
-                     "layers": 1, "hf_tokenizer_name": "local"},
-    }  # fmt: skip
+        "vision_cfg": {
+            "image_size": 32,
+            "patch_size": 8,
+            "width": 16,
+            "layers": 2,
+            "head_width": 8,
+        },
+        "text_cfg": {
+            "context_length": 12,
+            "vocab_size": len(vocab),
+            "width": 16,
+            "heads": 2,
+            "layers": 1,
+            "hf_tokenizer_name": "local",
+        },
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = open_clip.CLIP(**config)
@@ -93,22 +104,30 @@ def preferences(folder, prompts=24, noise=False):
 
 def run_file(folder, clip, data, **changes):
     content = {
-        "name": "shapes_preference", "licence": "Apache-2.0",
+        "name": "shapes_preference",
+        "licence": "Apache-2.0",
         "backbone": {
             "class_path": "reward_models.backbones.PooledFrames",
-            "init_args": {"encoder": {
-                "class_path": "reward_models.backbones.OpenClip", "init_args": {"path": str(clip)},
-            }},
+            "init_args": {
+                "encoder": {
+                    "class_path": "reward_models.backbones.OpenClip",
+                    "init_args": {"path": str(clip)},
+                }
+            },
         },
         "head": {"class_path": "reward_models.heads.MLP", "init_args": {"hidden": [8]}},
         "dimensions": {
             dim: {"loss": {"class_path": "flowalign.reward_training.losses.BradleyTerryTies"}}
             for dim in ("colour", "shape")
         },
-        "data": [{"path": str(data)}], "held_out": 0.25, "test": 0.15,
-        "schedule": {"epochs": 3, "batch_size": 8}, "embeddings": str(folder / "embeddings"),
-        "device": "cpu", "output_dir": str(folder / "run"),
-    }  # fmt: skip
+        "data": [{"path": str(data)}],
+        "held_out": 0.25,
+        "test": 0.15,
+        "schedule": {"epochs": 3, "batch_size": 8},
+        "embeddings": str(folder / "embeddings"),
+        "device": "cpu",
+        "output_dir": str(folder / "run"),
+    }
     file = folder / "run.yaml"
     file.write_text(yaml.safe_dump(content | changes))
     return file
@@ -199,9 +218,12 @@ def test_the_card_and_config_say_what_a_user_must_know(trained):
     model = folder / "run" / "model"
     card = (model / "README.md").read_text()
     for part in (
-        "Licence: Apache-2.0", "| colour | ranks | BradleyTerryTies | k = ", "| test | shape |",
-        "reward_models.trained.TrainedReward", config["data"]["fingerprint"],
-    ):  # fmt: skip
+        "Licence: Apache-2.0",
+        "| colour | ranks | BradleyTerryTies | k = ",
+        "| test | shape |",
+        "reward_models.trained.TrainedReward",
+        config["data"]["fingerprint"],
+    ):
         assert part in card, part
     assert json.loads((model / "config.json").read_text())["figures"].keys() == {
         "train",
@@ -300,11 +322,12 @@ def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):
         "class_path": "reward_models.backbones.PooledFrames",
         "init_args": {
             "encoder": {
-                "class_path": "reward_models.backbones.OpenClip", "init_args": {"path": str(clip)},
+                "class_path": "reward_models.backbones.OpenClip",
+                "init_args": {"path": str(clip)},
             },
             "lora": {"rank": 2, "targets": ["c_fc", "c_proj"]},
         },
-    }  # fmt: skip
+    }
     file = run_file(tmp_path, clip, trained[0] / "pairs.jsonl", backbone=backbone)
     run, config = load_run(str(file), ["--schedule.epochs", "2", "--optimizer.learning_rate=0.01"])
     train(run, config, quiet)
@@ -356,8 +379,9 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
     run, config = load_run(str(run_file(tmp_path, clip, tmp_path / "pairs.jsonl")))
     with pytest.raises(ValueError, match=r"2 of 48 media failed \(max_failed_fraction 0.01\)"):
         train(run, config, quiet)
-    run, config = load_run(str(run_file(tmp_path, clip, tmp_path / "pairs.jsonl",
-                                        max_failed_fraction=0.1)))  # fmt: skip
+    run, config = load_run(
+        str(run_file(tmp_path, clip, tmp_path / "pairs.jsonl", max_failed_fraction=0.1))
+    )
     found = train(run, config, quiet, overwrite=True)
     pairs = [found["figures"][part]["colour"]["pairs"] for part in ("train", "held_out", "test")]
     assert sum(pairs) == 22
@@ -371,10 +395,12 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
         ({"schedule": {"epochs": 0}}, "schedule.epochs 0"),
         ({"nonsense": 1}, "nonsense"),
         ({"head": {"class_path": "reward_models.heads.MLQ"}}, "MLQ"),
-        ({"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
-         "reads ratings, not ranks"),
+        (
+            {"dimensions": {"colour": {"loss": {"class_path": f"{LOSSES}.Regression"}}}},
+            "reads ratings, not ranks",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_run_file_that_makes_no_sense_is_refused_before_anything_is_read(tmp_path, changes, why):
     with pytest.raises(ConfigError, match=why) as error:
         load_run(
@@ -547,15 +573,19 @@ def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
     backbone = {
         "class_path": "reward_models.backbones.PooledFrames",
         "init_args": {
-            "encoder": {"class_path": "reward_models.backbones.EfficientNet"}, "joint": ["image"],
+            "encoder": {"class_path": "reward_models.backbones.EfficientNet"},
+            "joint": ["image"],
         },
-    }  # fmt: skip
+    }
     bradley_terry = {"class_path": "flowalign.reward_training.losses.BradleyTerry"}
     file = run_file(
-        tmp_path, "", tmp_path / "pairs.jsonl", backbone=backbone,
+        tmp_path,
+        "",
+        tmp_path / "pairs.jsonl",
+        backbone=backbone,
         head={"class_path": "reward_models.heads.Linear"},
         dimensions={"clean": {"loss": bradley_terry}},
-    )  # fmt: skip
+    )
     run, config = load_run(str(file))
     found = train(run, config, quiet)["figures"]["test"]["clean"]
     assert found["pairs"] >= 20

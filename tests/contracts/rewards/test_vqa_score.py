@@ -31,10 +31,17 @@ SYSTEM = (
     "helpful, detailed, and polite answers to the user's questions."
 )
 T5 = {
-    "d_model": 24, "d_kv": 6, "d_ff": 40, "num_layers": 2, "num_heads": 4, "vocab_size": 260,
-    "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "decoder_start_token_id": 0,
+    "d_model": 24,
+    "d_kv": 6,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 260,
+    "feed_forward_proj": "gated-gelu",
+    "tie_word_embeddings": False,
+    "decoder_start_token_id": 0,
     "dropout_rate": 0.1,
-}  # fmt: skip
+}
 SIZE = 56
 
 
@@ -51,10 +58,16 @@ def model(folder: Path, **changes) -> ClipFlanT5:
 def write_clip_t5(folder: Path) -> Path:
     """Names of the published file, a word embedding under a fourth name, a head of its own."""
     torch.manual_seed(5)
-    vision = CLIPVisionModel(CLIPVisionConfig(
-        hidden_size=20, intermediate_size=30, num_hidden_layers=3, num_attention_heads=2,
-        image_size=SIZE, patch_size=14,
-    ))  # fmt: skip
+    vision = CLIPVisionModel(
+        CLIPVisionConfig(
+            hidden_size=20,
+            intermediate_size=30,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            image_size=SIZE,
+            patch_size=14,
+        )
+    )
     vision.save_pretrained(folder / "clip")
     t5 = T5ForConditionalGeneration(T5Config(**T5))
     tensors = {k: v.clone() for k, v in t5.state_dict().items()}
@@ -69,11 +82,17 @@ def write_clip_t5(folder: Path) -> Path:
         tensors[f"vision_tower.vision_tower.vision_model.{name}"] = value + noise
     torch.save(tensors, folder / "pytorch_model.bin")
     config = T5 | {
-        "model_type": "t5", "architectures": ["CLIPT5ForConditionalGeneration"],
-        "mm_vision_tower": str(folder / "clip"), "mm_projector_type": "mlp2x_gelu",
-        "mm_vision_select_layer": -2, "mm_vision_select_feature": "patch", "mm_hidden_size": 20,
-        "freeze_mm_mlp_adapter": False, "torch_dtype": "bfloat16", "transformers_version": "4.31.0",
-    }  # fmt: skip
+        "model_type": "t5",
+        "architectures": ["CLIPT5ForConditionalGeneration"],
+        "mm_vision_tower": str(folder / "clip"),
+        "mm_projector_type": "mlp2x_gelu",
+        "mm_vision_select_layer": -2,
+        "mm_vision_select_feature": "patch",
+        "mm_hidden_size": 20,
+        "freeze_mm_mlp_adapter": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.31.0",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     vocabulary = ["<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Yes"]
     bytes_only = Tokenizer(models.BPE({t: i for i, t in enumerate(vocabulary)}, []))
@@ -112,9 +131,9 @@ def by_hand(folder: Path, image: Tensor, prompt: str) -> float:
     image_part = F.linear(F.gelu(F.linear(patches, *weight[:2])), *weight[2:])
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "t5")
     question = f'Does this figure show "{prompt}"? Please answer yes or no.'
-    pieces = [tokenizer(text)["input_ids"] for text in (
-        f"{SYSTEM} USER: ", f"\n{question} ASSISTANT: "
-    )]  # fmt: skip
+    pieces = [
+        tokenizer(text)["input_ids"] for text in (f"{SYSTEM} USER: ", f"\n{question} ASSISTANT: ")
+    ]
     assert all(piece[-1] == 1 for piece in pieces)
     words = [tensors["shared.weight"][piece] for piece in pieces]
     encoded = t5.encoder(inputs_embeds=torch.cat([words[0], image_part, words[1]])[None])[0]
@@ -159,10 +178,15 @@ def test_the_square_is_padded_around_the_middle_with_the_mean_colour():
     assert (flat[..., 30:, :].abs() < 0.02).all()
 
 
-@pytest.mark.parametrize("name", [
-    "lm_head.weightx", "encoder.final_layer_norm.weight", "mm_projector.0.bias",
-    "vision_tower.vision_tower.vision_model.pre_layrnorm.weight",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weightx",
+        "encoder.final_layer_norm.weight",
+        "mm_projector.0.bias",
+        "vision_tower.vision_tower.vision_model.pre_layrnorm.weight",
+    ],
+)
 def test_a_checkpoint_with_another_key_is_refused(tmp_path, name):
     folder = write_clip_t5(tmp_path)
     tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
@@ -229,9 +253,12 @@ def test_vqa_score_keeps_the_contract_with_a_local_model(tmp_path):
 
 
 def test_other_judges_and_questions_have_other_fingerprints():
-    check_fingerprints([
-        VQAScore(FakeJudge()), VQAScore(FakeJudge({"a": 1.0})),
-        VQAScore(FakeJudge(), "[[prompt]]?"),
-    ])  # fmt: skip
+    check_fingerprints(
+        [
+            VQAScore(FakeJudge()),
+            VQAScore(FakeJudge({"a": 1.0})),
+            VQAScore(FakeJudge(), "[[prompt]]?"),
+        ]
+    )
     with pytest.raises(ValueError, match="prompt"):
         VQAScore(FakeJudge(), "a cat?")

@@ -47,9 +47,13 @@ def asked_alone(folder: Path, batch: MediaBatch) -> Tensor:
     processor = AutoProcessor.from_pretrained(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     known = processor.tokenizer.get_vocab()
-    yes, no = (sorted({known[w] for w in words}) for words in (
-        ("yes", "Yes", " yes"), ("no", "No", " No"),
-    ))  # fmt: skip
+    yes, no = (
+        sorted({known[w] for w in words})
+        for words in (
+            ("yes", "Yes", " yes"),
+            ("no", "No", " No"),
+        )
+    )
     video = batch.media.shape[1] > 1
     rows = []
     for i, clip in enumerate((batch.media * 255).round().to(torch.uint8)):
@@ -192,9 +196,15 @@ def test_other_architectures_and_missing_folders_are_refused(tmp_path):
         QwenYesNo(str(tmp_path / "nowhere"), device="cpu").load()
 
 
-@pytest.mark.parametrize("wrong", [
-    {"batch_size": 0}, {"max_frames": 1}, {"fps": 0.0}, {"max_pixels": 10},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0},
+        {"max_frames": 1},
+        {"fps": 0.0},
+        {"max_pixels": 10},
+    ],
+)
 def test_wrong_options_are_refused_before_anything_is_read(wrong):
     (name,) = wrong
     with pytest.raises(ValueError, match=name):

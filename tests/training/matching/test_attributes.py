@@ -10,11 +10,11 @@ from flowalign.data.preference.attributes import read_attributes
 from flowalign.functional.matching import noised
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.batches import on
-from flowalign.training.matching.errors import matching_errors, noise_for
 from flowalign.training.matching.loop import train_preference
-from flowalign.training.matching.recipe import Preference
 from flowalign.training.matching.references import Teacher
-from flowalign.training.matching.stored import Stored
+from flowalign.training.matching.residuals import matching_residuals, noise_for
+from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.stored import StoredDataset
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import ALONE, checked, new_learner, new_rewards
 
@@ -48,27 +48,30 @@ def opened(dataset, expert):
     """A learner with the expert, and the stream of examples."""
     learner = new_learner()
     learner.expert = expert[1].field(learner)
-    cfg = Stored(path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5)
+    cfg = StoredDataset(
+        path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5
+    )
     return learner, cfg.open(learner, new_rewards(), 0, ALONE)
 
 
 def test_a_row_without_attributes_is_dropped_and_named(dataset):
     pairs, tally = read_attributes(str(dataset), "auto", None, lambda medium: medium)
     assert [pair.targets for pair in pairs] == [
-        ("a, sharp", "a, blurred, grey"), ("aa, bright colours", "aa, dark"),
-    ]  # fmt: skip
+        ("a, sharp", "a, blurred, grey"),
+        ("aa, bright colours", "aa, dark"),
+    ]
     assert tally.dropped == {"no texts positive and negative": 1}
     assert tally.examples == {"no texts positive and negative": ["attributes.jsonl row 3"]}
 
 
 def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):
     learner, stream = opened(dataset, expert)
-    cfg = Preference(loss=DPO(beta=100.0))
+    cfg = Settings(loss=DPO(beta=100.0))
     (batch,) = stream.batches([0])
     data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0))
     latents = data.examples.latents
     assert torch.equal(latents[:2], latents[2:])
-    errors = matching_errors(cfg, learner.policy, learner.reference, data, learner.expert)
+    errors = matching_residuals(cfg, learner.policy, learner.reference, data, learner.expert)
     noise, sigma = data.rows()
     x, cond = noised(latents, noise, sigma), data.examples.expert_cond
     assert cond is not None
@@ -80,7 +83,7 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
 
 def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):
     learner, stream = opened(dataset, expert)
-    cfg = Preference(loss=DPO(beta=50.0), alarm=0)
+    cfg = Settings(loss=DPO(beta=50.0), displacement_patience=0)
     rows = list(checked(2, train_preference(cfg, learner, stream, 0, range(60))))
     assert rows[0]["policy_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[-1]["policy_loss"] < 0.5 < rows[-1]["implicit_accuracy"]

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.data.preference.collate import Columns
+from flowalign.data.preference.collate import BatchFields
 from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.losses.matching.dpo import DPO
 from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.media.media import Media
 from flowalign.rewards.composite import RewardFailure, Rewards
-from flowalign.training.checks import Weights
+from flowalign.training.checks import WeightChecks
 from flowalign.training.ema import EMA
 from flowalign.training.matching.rollouts import Rollouts
 from tests.fixtures.pixel import Redness
@@ -22,9 +22,12 @@ def stream(tmp_path, **changes):
     """Four samples of two prompts, of which "bb" has no reward."""
     (tmp_path / "prompts.txt").write_text("a\nbb\n")
     cfg = Rollouts(
-        prompts=str(tmp_path / "prompts.txt"), prompts_per_step=2, samples_per_prompt=4,
-        num_steps=3, **changes,
-    )  # fmt: skip
+        prompts=str(tmp_path / "prompts.txt"),
+        prompts_per_step=2,
+        samples_per_prompt=4,
+        num_steps=3,
+        **changes,
+    )
     rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0})
     return cfg.open(new_learner(), rewards, 0, ALONE)
 
@@ -56,7 +59,7 @@ def test_a_reference_that_is_taken_anew_is_not_late_after_a_skipped_update():
 
 def test_the_copy_of_the_start_is_given_up_once_it_has_been_compared():
     learner = new_learner()
-    weights = Weights(learner, "raise")
+    weights = WeightChecks(learner, "raise")
     for _ in range(2):
         for p in learner.parameters:
             p.grad = torch.full_like(p, 0.1)
@@ -69,10 +72,13 @@ def test_the_copy_of_the_start_is_given_up_once_it_has_been_compared():
 def test_a_loss_that_needs_masks_refuses_data_without_any():
     media = Media(data=b"one"), Media(data=b"two")
     pair = Pair(Sample("a", media[0]), Sample("a", media[1]))
-    plain, masked = Columns.of([pair]), Columns.of([pair, replace(pair, mask="m.safetensors")])
+    plain, masked = (
+        BatchFields.of([pair]),
+        BatchFields.of([pair, replace(pair, mask="m.safetensors")]),
+    )
     with pytest.raises(
         ValueError, match=r"recipe.loss needs masks; no pair of pairs.jsonl has any"
     ):
-        plain.check(LocalDPO().traits.needs, "pairs.jsonl")
-    masked.check(LocalDPO().traits.needs, "pairs.jsonl")
-    plain.check(DPO().traits.needs, "pairs.jsonl")
+        plain.check(LocalDPO().requirements.requires, "pairs.jsonl")
+    masked.check(LocalDPO().requirements.requires, "pairs.jsonl")
+    plain.check(DPO().requirements.requires, "pairs.jsonl")

@@ -16,13 +16,13 @@ from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.sft import SFT
 from flowalign.sampling.rollout import generate
 from flowalign.training.learner import TrainingFailure
-from flowalign.training.matching.checks import Checks
-from flowalign.training.matching.errors import noise_for
+from flowalign.training.matching.checks import MatchingChecks
 from flowalign.training.matching.evaluation import held_out_metrics
 from flowalign.training.matching.loop import micro_batch_loss
+from flowalign.training.matching.residuals import noise_for
 from flowalign.training.matching.source import Batch
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
-from flowalign.types import MatchingLoss, Traits
+from flowalign.types import MatchingLoss, Requirements
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import Given, pairs, recipe, train
@@ -43,7 +43,7 @@ class Restless(PixelPolicy):
         return v + torch.linspace(-1, 1, v.numel()).view_as(v) if torch.is_grad_enabled() else v
 
 
-ALONE_WITH_ITSELF = Traits(reference=False)
+ALONE_WITH_ITSELF = Requirements(reference=False)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Scripted(MatchingLoss):
     """Pulls a little, reports what it is told, and keeps what it was shown."""
 
     stats: dict
-    traits: Traits = ALONE_WITH_ITSELF
+    requirements: Requirements = ALONE_WITH_ITSELF
 
     def __post_init__(self):
         object.__setattr__(self, "seen", [])
@@ -143,7 +143,7 @@ def test_the_highest_of_some_levels_of_a_schedule_is_their_first():
 
 def test_displacement_is_said_once_and_again_only_after_a_better_update():
     learner = new_learner()
-    checks = Checks(recipe(alarm=3), learner)
+    checks = MatchingChecks(recipe(displacement_patience=3), learner)
     worse = [1, 1, 1, 1, 1, -1, 1, 1, 1]
     said = []
     for drift in worse:
@@ -156,7 +156,7 @@ def test_displacement_is_said_once_and_again_only_after_a_better_update():
 
 def test_an_alarm_of_0_is_never_said_and_a_nan_is_no_displacement():
     learner = new_learner()
-    checks = Checks(recipe(alarm=0), learner)
+    checks = MatchingChecks(recipe(displacement_patience=0), learner)
     for drift in (1.0, 1.0, math.nan, 1.0):
         checks.watch({"drift_chosen": drift})
     assert learner.notes == []
@@ -165,7 +165,7 @@ def test_an_alarm_of_0_is_never_said_and_a_nan_is_no_displacement():
 
 def test_displacement_is_counted_in_updates_and_a_resumed_run_goes_on_counting():
     loss = Scripted({"policy_loss": 1.0, "drift_chosen": 0.5})
-    cfg = recipe(loss=loss, updates_per_step=2, alarm=5)
+    cfg = recipe(loss=loss, updates_per_step=2, displacement_patience=5)
     learner = new_learner()
     metrics = train(cfg, learner, pairs(4), steps=[0])
     metrics += train(cfg, learner, pairs(4), steps=[1, 2])  # with checks of its own
@@ -176,9 +176,12 @@ def test_displacement_is_counted_in_updates_and_a_resumed_run_goes_on_counting()
 # Updates ------------------------------------------------------------------------------------------
 
 LOSSES = {
-    "dpo": DPO(beta=20.0), "auto": DPO(beta=AutoBeta()), "linear": LinearDPO(beta=3.0),
-    "sft": SFT(), "rwr": RWR(rewards={"text": 0.7}),
-}  # fmt: skip
+    "dpo": DPO(beta=20.0),
+    "auto": DPO(beta=AutoBeta()),
+    "linear": LinearDPO(beta=3.0),
+    "sft": SFT(),
+    "rwr": RWR(rewards={"text": 0.7}),
+}
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -319,7 +322,7 @@ def test_losses_of_single_rows_learn_from_the_rows_of_pairs(loss):
 
 
 def test_single_rows_come_without_partner_and_with_their_labels():
-    loss = Scripted({"policy_loss": 1.0}, Traits(reference=False, paired=False))
+    loss = Scripted({"policy_loss": 1.0}, Requirements(reference=False, paired=False))
     train(recipe(loss=loss), new_learner(), pairs(3, segments=torch.ones(3, 1)))
     ((errors, batch),) = loss.seen
     assert (batch.paired, batch.segments, len(errors.policy)) == (False, None, 6)
@@ -394,7 +397,7 @@ def test_the_typical_margin_is_a_running_mean_that_begins_with_the_first_size():
     for size in (0.0, 4.0, 2.0):
         loss = Scripted({"policy_loss": 1.0, "margin_abs": size})
         train(recipe(loss=loss), learner, pairs(3), steps=[learner.num_updates])
-        seen.append((loss.seen[0][1].typical_margin, learner.carried["typical_margin"]))
+        seen.append((loss.seen[0][1].typical_margin, learner.loss_state["typical_margin"]))
     assert seen == [(0.0, 0.0), (0.0, 4.0), (4.0, pytest.approx(0.99 * 4 + 0.01 * 2))]
 
 
@@ -403,7 +406,7 @@ def test_a_margin_that_is_no_number_is_forgotten():
     for size in (4.0, math.nan, math.inf):
         loss = Scripted({"policy_loss": 1.0, "margin_abs": size})
         train(recipe(loss=loss), learner, pairs(3), steps=[learner.num_updates])
-    assert learner.carried["typical_margin"] == 4.0
+    assert learner.loss_state["typical_margin"] == 4.0
 
 
 def test_a_beta_that_follows_margins_is_high_first_and_then_follows_them():
@@ -444,4 +447,4 @@ def test_numbers_that_no_recipe_can_have_are_refused_by_name():
         with pytest.raises(ValueError, match=f"recipe.{name} is -0.5"):
             recipe(**{name: -0.5})
     with pytest.raises(ValueError, match=r"recipe\.alarm is -1"):
-        recipe(alarm=-1)
+        recipe(displacement_patience=-1)

@@ -17,9 +17,9 @@ from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import loop
-from flowalign.training.matching.references import Average, Base, Refreshed, Teacher
-from flowalign.training.matching.stored import Stored
-from flowalign.training.reference import Swapped, conditional
+from flowalign.training.matching.references import EMAReference, FrozenBase, PeriodicCopy, Teacher
+from flowalign.training.matching.stored import StoredDataset
+from flowalign.training.reference import WeightOverride, conditional
 from flowalign.types import Personal
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
@@ -66,7 +66,7 @@ def at(vector: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_base_is_the_policy_before_training_bit_for_bit():
-    learner = learner_with(Base())
+    learner = learner_with(FrozenBase())
     before = velocity(learner.policy)
     trained_after(learner, 2)
     assert torch.equal(velocity(learner.reference), before)
@@ -76,7 +76,7 @@ def test_the_base_is_the_policy_before_training_bit_for_bit():
 
 def test_with_an_adapter_the_base_is_the_model_without_it_bit_for_bit():
     plain, adapted = new_sd3(lora=None), new_sd3()
-    learner = learner_with(Base(), policy=adapted)
+    learner = learner_with(FrozenBase(), policy=adapted)
     move(adapted, 0.2)
     g = torch.Generator().manual_seed(2)
     x, sigma, cond = plain.noise(2, g), torch.tensor([0.3, 0.8]), plain.encode(["a", "two"])
@@ -87,7 +87,7 @@ def test_with_an_adapter_the_base_is_the_model_without_it_bit_for_bit():
 
 
 def test_an_average_is_the_moving_average_with_one_decay_from_the_first_update_on():
-    learner = learner_with(Average(decay=0.9))
+    learner = learner_with(EMAReference(decay=0.9))
     w = trained_after(learner, 3)
     wanted = 0.9**3 * w[0] + 0.1 * (0.81 * w[1] + 0.9 * w[2] + w[3])
     got = torch.cat([a.flatten() for a in learner.averages["reference"].average])
@@ -96,7 +96,7 @@ def test_an_average_is_the_moving_average_with_one_decay_from_the_first_update_o
 
 
 def test_a_refreshed_reference_is_the_policy_of_every_second_update():
-    learner = learner_with(Refreshed(every=2))
+    learner = learner_with(PeriodicCopy(every=2))
     found, w = [], [weights(learner)]
     for _ in range(5):
         w += trained_after(learner, 1)[1:]
@@ -139,7 +139,7 @@ def test_a_teacher_does_not_equal_the_policy_so_the_first_loss_is_not_checked(tm
     assert abs(metrics["policy_loss"] - 0.693147) > 0.01
 
 
-@pytest.mark.parametrize("reference", [Average(), Refreshed()])
+@pytest.mark.parametrize("reference", [EMAReference(), PeriodicCopy()])
 def test_what_follows_the_policy_begins_as_its_copy(reference):
     learner = learner_with(reference)
     assert torch.equal(velocity(learner.reference), velocity(learner.policy))
@@ -150,9 +150,9 @@ def test_what_follows_the_policy_begins_as_its_copy(reference):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Average(decay=1.0), r"reference\.decay is 1\.0; it must be in \[0, 1\)"),
-        (lambda: Average(decay=-0.1), r"reference\.decay is -0\.1"),
-        (lambda: Refreshed(every=0), r"reference\.every is 0; it must be at least 1"),
+        (lambda: EMAReference(decay=1.0), r"reference\.decay is 1\.0; it must be in \[0, 1\)"),
+        (lambda: EMAReference(decay=-0.1), r"reference\.decay is -0\.1"),
+        (lambda: PeriodicCopy(every=0), r"reference\.every is 0; it must be at least 1"),
     ],
 )
 def test_references_that_are_none_are_refused_by_name(make, said):
@@ -164,7 +164,7 @@ def test_references_that_are_none_are_refused_by_name(make, said):
 
 
 def test_swapping_puts_weights_back_exactly_and_gradients_are_those_without_it():
-    learner = learner_with(Average(decay=0.5))
+    learner = learner_with(EMAReference(decay=0.5))
     trained_after(learner, 3)
     before = weights(learner)
     wanted = torch.autograd.grad(
@@ -180,7 +180,7 @@ def test_swapping_puts_weights_back_exactly_and_gradients_are_those_without_it()
 
 
 def test_weights_are_put_back_where_the_network_fails():
-    learner = learner_with(Average(decay=0.5))
+    learner = learner_with(EMAReference(decay=0.5))
     trained_after(learner, 2)
     before = weights(learner)
     with pytest.raises(RuntimeError):
@@ -189,7 +189,7 @@ def test_weights_are_put_back_where_the_network_fails():
 
 
 def test_the_average_that_is_evaluated_and_the_reference_do_not_meet():
-    learner = learner_with(Average(decay=0.5), ema=(0.9, 1))
+    learner = learner_with(EMAReference(decay=0.5), ema=(0.9, 1))
     trained_after(learner, 3)
     with learner.ema.applied():
         inside = weights(learner)
@@ -200,13 +200,13 @@ def test_the_average_that_is_evaluated_and_the_reference_do_not_meet():
 
 def test_without_guidance_a_swapped_reference_is_still_the_other_weights():
     policy = new_sd3(guidance=3.0)
-    learner = learner_with(Average(decay=0.5), policy=policy)
+    learner = learner_with(EMAReference(decay=0.5), policy=policy)
     start = [p.detach().clone() for p in learner.parameters]
     move(policy, 0.2)
     x, cond = policy.noise(1, torch.Generator().manual_seed(2)), policy.encode(["a"])
     sigma = torch.tensor([0.4])
     field = conditional(learner.reference)
-    assert isinstance(field, Swapped)
+    assert isinstance(field, WeightOverride)
     got, guided = (f.velocity(x, sigma, cond) for f in (field, learner.reference))
     assert not torch.allclose(got, guided, atol=1e-4)
     with torch.no_grad():
@@ -230,20 +230,29 @@ def new_run(folder, **changes) -> PreferenceRun:
         painted(folder.parent, 3, "shown")
         (folder.parent / "prompts.txt").write_text("p\nppp\n")
     defaults = {
-        "policy": PixelPolicy(), "num_steps": 5, "output_dir": str(folder), "threads": 1, "seed": 4,
-        "data": Stored(
+        "policy": PixelPolicy(),
+        "num_steps": 5,
+        "output_dir": str(folder),
+        "threads": 1,
+        "seed": 4,
+        "data": StoredDataset(
             path=str(path), held_out=str(shown), batch_size=4, flip=0.5, prompt_dropout=0.3
         ),
         "evaluation": Evaluation(
             prompts={"all": str(folder.parent / "prompts.txt")}, num_prompts=4, num_steps=2, every=2
         ),
         "recipe": recipe(
-            loss=DPO(beta=AutoBeta(low=0.1)), reference=Average(decay=0.8), micro_batch=3,
-            updates_per_step=2, alarm=2,
+            loss=DPO(beta=AutoBeta(low=0.1)),
+            reference=EMAReference(decay=0.8),
+            micro_batch=3,
+            updates_per_step=2,
+            displacement_patience=2,
         ),
         "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
-        "ema": Ema(decay=0.6, every=2), "checkpoints": Checkpoints(every=1), "device": "cpu",
-    }  # fmt: skip
+        "ema": Ema(decay=0.6, every=2),
+        "checkpoints": Checkpoints(every=1),
+        "device": "cpu",
+    }
     return PreferenceRun(**defaults | changes)
 
 
@@ -255,7 +264,7 @@ class Answering(PixelPolicy, Personal):
 
 
 def test_users_may_be_hidden_from_a_policy_that_answers_to_them(tmp_path):
-    hiding = {"data": Stored(path=str(tmp_path / "data.jsonl"), user_dropout=0.25)}
+    hiding = {"data": StoredDataset(path=str(tmp_path / "data.jsonl"), user_dropout=0.25)}
     run = new_run(tmp_path / "run", policy=Answering(), **hiding)
     assert run.data.user_dropout == 0.25
     with pytest.raises(ValueError, match="the policy PixelPolicy is never told"):
@@ -263,14 +272,14 @@ def test_users_may_be_hidden_from_a_policy_that_answers_to_them(tmp_path):
 
 
 def go(run, resume=None) -> dict:
-    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume), resume)
+    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume))
 
 
 def state(folder, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state" / "training.safetensors")
 
 
-def carried(folder, step: int) -> dict[str, float]:
+def loss_state(folder, step: int) -> dict[str, float]:
     where = folder / "checkpoints" / f"step-{step:06d}" / "state" / "loop.json"
     return json.loads(where.read_text())["carried"]
 
@@ -305,11 +314,14 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
     one, other = state(straight, 5), state(broken, 5)
     assert one.keys() == other.keys()
     assert {name.partition(".")[0] for name in one} == {
-        "parameter", "ema", "reference", "optimizer",
-    }  # fmt: skip
+        "parameter",
+        "ema",
+        "reference",
+        "optimizer",
+    }
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-    assert carried(straight, 5) == carried(broken, 5)
-    assert carried(straight, 5)["typical_margin"] > 0
+    assert loss_state(straight, 5) == loss_state(broken, 5)
+    assert loss_state(straight, 5)["typical_margin"] > 0
     assert metrics(straight) == metrics(broken)
     evaluated = {r["evaluated_after"]: r for r in metrics(broken) if "evaluated_after" in r}
     assert sorted(evaluated) == [0, 2, 4, 5]

@@ -13,11 +13,11 @@ from torch import tensor
 from torch.nn.functional import adaptive_avg_pool2d
 from torch.testing import assert_close
 
-from flowalign.data.latents.encode_once import Latents, Texts
-from flowalign.data.preference.collate import Builder, Columns, read_map
+from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.preference.collate import BatchFields, Collator, read_map
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap
 from flowalign.data.preference.pairs import Pair, Sample, Segment
-from flowalign.data.preference.sampler import Order
+from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes
 from flowalign.losses.matching.dpo import DPO, AutoBeta
@@ -27,9 +27,9 @@ from flowalign.media.media import Media
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
 from flowalign.training.matching.evaluation import held_out_metrics
-from flowalign.training.matching.references import Average
+from flowalign.training.matching.references import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
-from flowalign.training.matching.stored import Stored
+from flowalign.training.matching.stored import StoredDataset
 from flowalign.types import RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
@@ -73,8 +73,11 @@ def test_a_step_is_a_batch_of_pairs_winners_first(tmp_path):
     assert examples.desirable.tolist() == [True] * 4 + [False] * 4
     assert examples.weight.tolist() == [1.0] * 8
     assert (examples.segments, examples.mask, examples.weight_map, examples.users) == (
-        None, None, None, [],
-    )  # fmt: skip
+        None,
+        None,
+        None,
+        [],
+    )
 
 
 def test_an_epoch_has_every_pair_once_and_the_next_begins_within_a_step(tmp_path):
@@ -101,9 +104,13 @@ def test_a_step_is_a_function_of_the_seed_wherever_a_run_begins(tmp_path):
 
 def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_path):
     stream = stored(
-        painted(tmp_path, 4), new_learner(),
-        held_out=painted(tmp_path, 3, "shown"), flip=1.0, prompt_dropout=1.0, held_out_pairs=2,
-    )  # fmt: skip
+        painted(tmp_path, 4),
+        new_learner(),
+        held_out=painted(tmp_path, 3, "shown"),
+        flip=1.0,
+        prompt_dropout=1.0,
+        held_out_pairs=2,
+    )
     examples = stream.held_out()
     assert_close(examples.latents, rows_of(3)[[0, 1, 3, 4]])
     assert examples.cond["length"][:, 0].tolist() == [1, 2, 1, 2]
@@ -112,11 +119,11 @@ def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_
 
 def test_files_that_do_not_exist_are_refused_by_name(tmp_path):
     path, rewards = painted(tmp_path, 2), Rewards([], {})
-    Stored(path=path).check(rewards)
+    StoredDataset(path=path).check(rewards)
     with pytest.raises(ValueError, match=r"no/train\.jsonl' does not exist"):
-        Stored(path="no/train.jsonl").check(rewards)
+        StoredDataset(path="no/train.jsonl").check(rewards)
     with pytest.raises(ValueError, match=r"no/test\.jsonl' does not exist"):
-        Stored(path=path, held_out="no/test.jsonl").check(rewards)
+        StoredDataset(path=path, held_out="no/test.jsonl").check(rewards)
 
 
 def with_broken_rows(folder: Path, good: int, missing: int, ties: int) -> str:
@@ -239,9 +246,9 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
     assert found["eval/pairs/implicit_accuracy"] in (0.0, 0.5, 1.0)
 
 
-def opened_for(needs: set, path: str, learner):
-    cfg = Stored(path=path, kind="samples", batch_size=4)
-    return cfg.open(learner, Rewards([], {}), 0, learner.processes, needs)
+def opened_for(requires: set, path: str, learner):
+    cfg = StoredDataset(path=path, kind="samples", batch_size=4)
+    return cfg.open(learner, Rewards([], {}), 0, learner.processes, requires)
 
 
 def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
@@ -250,10 +257,10 @@ def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
     rows[1] |= {"chosen_score": 1, "rejected_score": 1}
     jsonl(path, rows)
     learner = new_learner()
-    stream = opened_for(KTO().traits.needs, str(path), learner)
+    stream = opened_for(KTO().requirements.requires, str(path), learner)
     assert sorted(unit.desirable for unit in stream.units) == [False, False, True, True]
     assert "2 neither liked nor disliked" in learner.notes[0]
-    assert len(opened_for(SFT().traits.needs, str(path), new_learner()).units) == 6
+    assert len(opened_for(SFT().requirements.requires, str(path), new_learner()).units) == 6
 
 
 def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
@@ -261,25 +268,31 @@ def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
         name = paint(tmp_path, f"i{k}", shade(k)[0])
         (tmp_path / name).with_suffix(".txt").write_text("p" * (k + 1))
     learner = new_learner()
-    stream = opened_for(SFT().traits.needs, str(tmp_path), learner)
+    stream = opened_for(SFT().requirements.requires, str(tmp_path), learner)
     (metrics,) = train(recipe(loss=SFT()), learner, stream)
     assert metrics["fitted"] == 1.0
     with pytest.raises(ValueError, match=r"4 of the 4 samples .*\n4 neither liked nor disliked"):
-        opened_for(KTO().traits.needs, str(tmp_path), new_learner())
+        opened_for(KTO().requirements.requires, str(tmp_path), new_learner())
 
 
 def test_settings_of_pairs_are_refused_for_samples():
     for wrong in ({"stage_steps": 3}, {"weighting": GapWeights(scores={"a": 1.0})}):
         with pytest.raises(ValueError, match=r"are of pairs; data\.kind is samples"):
-            Stored(path="x", kind="samples", **wrong)
+            StoredDataset(path="x", kind="samples", **wrong)
 
 
 def test_numbers_that_no_dataset_can_have_are_refused_by_name():
-    wrong = {"batch_size": 0, "held_out_pairs": 0, "flip": 1.5, "prompt_dropout": -0.1,
-             "max_dropped_fraction": 2.0, "stage_steps": -1}  # fmt: skip
+    wrong = {
+        "batch_size": 0,
+        "held_out_pairs": 0,
+        "flip": 1.5,
+        "prompt_dropout": -0.1,
+        "max_dropped_fraction": 2.0,
+        "stage_steps": -1,
+    }
     for name, value in wrong.items():
         with pytest.raises(ValueError, match=rf"data\.{name} is {value}"):
-            Stored(path="x", **{name: value})
+            StoredDataset(path="x", **{name: value})
 
 
 def test_stages_join_after_their_steps(tmp_path):
@@ -298,11 +311,12 @@ def test_stages_join_after_their_steps(tmp_path):
 
 def test_pairs_weigh_what_their_scores_say(tmp_path):
     path = painted(
-        tmp_path, 3,
+        tmp_path,
+        3,
         scores_chosen=[{"a": 1.0, "b": 0.0}, {"a": 3.0, "b": 2.0}, {"a": 0.0, "b": 0.0}],
         scores_rejected=[{"a": 0.0, "b": 2.0}, {"a": 2.0, "b": 2.0}, {"a": 1.0, "b": 0.0}],
         weight=[1.0, 3.0, 1.0],
-    )  # fmt: skip
+    )
     weighting = GapWeights(scores={"a": 1.0, "b": -0.5}, alpha=4.0)
     stream = stored(path, new_learner(), weighting=weighting)
     # a - b / 2: chosen 1, 2, 0; rejected -1, 1, 1; in [0, 1]: 2/3, 1, 1/3 and 0, 2/3, 2/3.
@@ -326,22 +340,22 @@ def test_weights_of_unknown_scores_are_refused_by_row(tmp_path):
 
 
 def test_every_epoch_is_a_permutation_and_another_one():
-    order = Order(3, [0] * 7)
+    order = EpochSampler(3, [0] * 7)
     epochs = [order.batch(epoch, 7) for epoch in range(4)]
     assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 4
 
 
 def test_batches_cut_epochs_wherever_they_end():
-    order = Order(3, [0] * 7)
+    order = EpochSampler(3, [0] * 7)
     whole = [item for step in range(2) for item in order.batch(step, 7)]
     assert [item for step in range(7) for item in order.batch(step, 2)] == whole
-    assert Order(3, [0] * 7).batch(4, 2) == whole[8:10]
-    assert Order(4, [0] * 7).batch(0, 7) != whole[:7]
+    assert EpochSampler(3, [0] * 7).batch(4, 2) == whole[8:10]
+    assert EpochSampler(4, [0] * 7).batch(0, 7) != whole[:7]
 
 
 def test_only_what_has_joined_is_available_and_then_an_epoch_of_all_begins():
-    order = Order(0, [0, 4, 0, 4, 0])
+    order = EpochSampler(0, [0, 4, 0, 4, 0])
     early = [item for step in range(4) for item in order.batch(step, 3)]
     assert Counter(early) == Counter({0: 4, 2: 4, 4: 4})
     late = [item for step in range(4, 9) for item in order.batch(step, 3)]
@@ -350,13 +364,13 @@ def test_only_what_has_joined_is_available_and_then_an_epoch_of_all_begins():
 
 def test_a_first_step_without_pairs_is_refused():
     with pytest.raises(ValueError, match="no pair is available at the first step"):
-        Order(0, [2, 3])
+        EpochSampler(0, [2, 3])
 
 
 # Builder ------------------------------------------------------------------------------------------
 
 
-class Ready(Latents):
+class Ready(LatentCache):
     """Latents that are there by their path."""
 
     def __init__(self, *shape: int):
@@ -370,9 +384,9 @@ class Ready(Latents):
 
 def built(units, *shape: int, of=None, **how):
     """Examples of some pairs, all of the dataset unless told otherwise."""
-    texts = Texts(PixelPolicy(), None)
+    texts = PromptEmbeddingCache(PixelPolicy(), None)
     texts.prepare(["", "p", "qq"])
-    return Builder(Ready(*shape), texts, Columns.of(of or units)).build(units, **how)
+    return Collator(Ready(*shape), texts, BatchFields.of(of or units)).build(units, **how)
 
 
 def sample(name: str, prompt: str = "p", **known) -> Sample:
@@ -460,7 +474,7 @@ def test_scores_users_and_weights_of_pairs_belong_to_their_rows():
         {"chosen": sample("a", scores={"x": 1.5, "y": 2.0}), "weight": 0.5, "user": "u"},
         {"rejected": sample("d", "qq", scores={"x": -3.0}), "weight": 2.0},
     )
-    examples = built(pairs, 3, 2, 2, silent=[False, True])
+    examples = built(pairs, 3, 2, 2, drop_prompt=[False, True])
     nan = torch.nan
     assert_close(examples.scores["x"], tensor([1.5, nan, nan, -3.0]), equal_nan=True)
     assert_close(examples.scores["y"], tensor([2.0, nan, nan, nan]), equal_nan=True)
@@ -494,9 +508,11 @@ def test_batches_of_a_file_with_some_scores_and_segments_are_all_alike(tmp_path)
         "user_id": ["u", None, None, None],
     }
     stream = stored(
-        painted(tmp_path, 4, **known), new_learner(),
-        batch_size=1, held_out=painted(tmp_path, 2, "shown"),
-    )  # fmt: skip
+        painted(tmp_path, 4, **known),
+        new_learner(),
+        batch_size=1,
+        held_out=painted(tmp_path, 2, "shown"),
+    )
     batches = [batch.examples for batch in stream.batches(range(4))]
     assert sorted(float(b.segments) for b in batches) == [-1.0, 1.0, 1.0, 1.0]
     assert sum(int(b.scores["a"].isnan().all()) for b in batches) == 3
@@ -527,8 +543,16 @@ def prompts(tmp_path) -> str:
 
 
 def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **changes):
-    cfg = Rollouts(**{"prompts": prompts, "prompts_per_step": 3, "samples_per_prompt": 4,
-                      "num_steps": 3, "micro_batch": 5} | changes)  # fmt: skip
+    cfg = Rollouts(
+        **{
+            "prompts": prompts,
+            "prompts_per_step": 3,
+            "samples_per_prompt": 4,
+            "num_steps": 3,
+            "micro_batch": 5,
+        }
+        | changes
+    )
     return cfg.open(learner or new_learner(), rewards, seed, ALONE)
 
 
@@ -538,8 +562,9 @@ def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     count = cfg.samples_per_prompt
     seeds = [
         generator(stream.seed, "rollout", step, i, k)
-        for i in range(len(texts)) for k in range(count)
-    ]  # fmt: skip
+        for i in range(len(texts))
+        for k in range(count)
+    ]
     repeated = [text for text in texts for _ in range(count)]
     policy = stream.learner.policy
     with torch.no_grad():
@@ -588,10 +613,12 @@ def test_what_a_batch_has_shown_is_said_of_all_samples(prompts):
 
 def test_prompts_whose_samples_are_equally_good_give_no_pair(prompts):
     def score(pixels, texts):
-        return torch.stack([
-            pixel[0] if "b" in text else tensor(0.7)
-            for pixel, text in zip(pixels, texts, strict=True)
-        ])[:, None]  # fmt: skip
+        return torch.stack(
+            [
+                pixel[0] if "b" in text else tensor(0.7)
+                for pixel, text in zip(pixels, texts, strict=True)
+            ]
+        )[:, None]
 
     stream = opened(prompts, Rewards([Told(score)], {"told": 1.0}), prompts_per_step=5)
     batch = batch_of(stream)
@@ -674,7 +701,7 @@ def test_dominance_asks_that_no_weighed_dimension_is_worse_as_its_weight_says(pr
 @pytest.mark.parametrize(("rule", "most"), [(BestWorst(), 1), (Gap(), 6), (Dominance(), 6)])
 def test_a_step_has_at_most_as_many_pairs_as_its_rule_makes(prompts, rule, most):
     cfg = Rollouts(prompts=prompts, prompts_per_step=3, samples_per_prompt=4, rule=rule)
-    assert cfg.units_per_step == 3 * most
+    assert cfg.examples_per_step == 3 * most
     stream = opened(prompts, Rewards([Redness()], {"redness": 1.0}), rule=rule)
     assert batch_of(stream).total == 3 * most
 
@@ -696,7 +723,7 @@ def test_a_batch_is_a_function_of_seed_step_and_policy_alone(prompts):
 def test_a_run_costs_what_the_plan_says(prompts):
     learner_policy = PixelPolicy()
     costs = Costs()
-    costs.watch(learner_policy.denoiser)
+    costs.count(learner_policy.denoiser)
     learner = new_learner(learner_policy)
     rewards = Rewards([Redness()], {"redness": 1.0}, costs=costs)
     stream = opened(prompts, rewards, learner, rule=Gap())
@@ -756,12 +783,21 @@ DPO_RECIPE = {"loss": DPO(beta=AutoBeta(low=0.1)), "updates_per_step": 2, "micro
 
 
 def _stored(folder: Path, processes: Processes):
-    cfg = recipe(**DPO_RECIPE, reference=Average(decay=0.8), sft=0.1, kl=0.2, epochs_per_step=2)
+    cfg = recipe(
+        **DPO_RECIPE, reference=EMAReference(decay=0.8), sft=0.1, kl=0.2, epochs_per_step=2
+    )
     learner = new_learner(processes=processes)
     cfg.reference.build(learner)
     path, shown = str(folder / "data.jsonl"), str(folder / "shown.jsonl")
-    stream = stored(path, learner, batch_size=5, flip=0.5, prompt_dropout=0.5, held_out=shown,
-                    cache=str(folder / f"cache{processes.world}"))  # fmt: skip
+    stream = stored(
+        path,
+        learner,
+        batch_size=5,
+        flip=0.5,
+        prompt_dropout=0.5,
+        held_out=shown,
+        cache=str(folder / f"cache{processes.world}"),
+    )
     return (
         learner,
         train(cfg, learner, stream, 3),
@@ -778,8 +814,14 @@ def _samples(folder: Path, processes: Processes):
 def _rollouts(folder: Path, processes: Processes, **changes):
     """Some steps have a pair of one process only, some updates none of a process."""
     learner = new_learner(processes=processes)
-    cfg = Rollouts(prompts=str(folder / "prompts.txt"), prompts_per_step=2, samples_per_prompt=4,
-                   num_steps=3, micro_batch=3, on_failed_reward="drop_sample")  # fmt: skip
+    cfg = Rollouts(
+        prompts=str(folder / "prompts.txt"),
+        prompts_per_step=2,
+        samples_per_prompt=4,
+        num_steps=3,
+        micro_batch=3,
+        on_failed_reward="drop_sample",
+    )
     rewards = Rewards([Redness(fail_on="ab")], {"redness": 1.0})
     metrics = train(recipe(**changes), learner, cfg.open(learner, rewards, 0, processes), 4)
     assert {m["pairs"] for m in metrics} == {1, 2}
@@ -801,15 +843,17 @@ def _made(name: str, folder: Path, processes: Processes):
     learner, metrics, shown = RUNS[name](folder, processes)
     pace = ("timing/", "throughput", "pairs_per_second", "check/rank", "check/moved")
     kept = [{k: v for k, v in m.items() if not k.startswith(pace)} for m in metrics]
-    return flat(learner.policy.denoiser), [*kept, shown], learner.carried, learner.num_updates
+    return flat(learner.policy.denoiser), [*kept, shown], learner.loss_state, learner.num_updates
 
 
 def _one_of_two(rank: int, folder: str):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     for name in RUNS:
-        torch.save(_made(name, Path(folder), Processes(rank, 2, torch.device("cpu"))),
-                   f"{folder}/{name}{rank}")  # fmt: skip
+        torch.save(
+            _made(name, Path(folder), Processes(rank, 2, torch.device("cpu"))),
+            f"{folder}/{name}{rank}",
+        )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -831,10 +875,10 @@ def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
     for ours, theirs in zip(first[1], second[1], strict=True):
         assert ours == theirs, "ranks report different metrics"
     assert first[2:] == second[2:]
-    weights, metrics, carried, updates = _made(name, on_two, ALONE)
+    weights, metrics, loss_state, updates = _made(name, on_two, ALONE)
     assert updates > 0
     assert first[3] == updates
-    assert first[2] == pytest.approx(carried, rel=1e-4)
+    assert first[2] == pytest.approx(loss_state, rel=1e-4)
     assert_close(first[0], weights, atol=1e-6, rtol=1e-6)
     for ours, theirs in zip(metrics, first[1], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True)

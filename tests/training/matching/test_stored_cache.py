@@ -15,12 +15,12 @@ from pyarrow import parquet
 from torch import Tensor
 
 from flowalign.data.latents import encode_once as cache
-from flowalign.data.latents.encode_once import Latents, Texts
+from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
+from flowalign.data.preference.pairs import media_of
 from flowalign.distributed import processes as distributed
 from flowalign.distributed.processes import Processes
 from flowalign.media.media import Media
 from flowalign.training.matching import errors as matching
-from flowalign.training.matching.stored import media_of
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
 from tests.fixtures.training import new_learner
@@ -50,10 +50,17 @@ def noise_png(k: int) -> bytes:
 def pick_a_pic(folder: Path, numbers: list[tuple[int, int]]) -> str:
     """Pairs of pictures that lie in the table itself."""
     rows = [
-        {"caption": "p" * (i + 1), "jpg_0": noise_png(i), "jpg_1": noise_png(j), "label_0": 1.0,
-         "label_1": 0.0, "has_label": True, "user_id": 7}
+        {
+            "caption": "p" * (i + 1),
+            "jpg_0": noise_png(i),
+            "jpg_1": noise_png(j),
+            "label_0": 1.0,
+            "label_1": 0.0,
+            "has_label": True,
+            "user_id": 7,
+        }
         for i, j in numbers
-    ]  # fmt: skip
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "data.parquet")
     return str(folder / "data.parquet")
 
@@ -83,7 +90,7 @@ def test_latents_of_a_table_of_pictures_are_those_of_its_pictures(tmp_path):
     examples = next(iter(stream.batches([0]))).examples
     rows = [(int(n) - 1, side) for side in (0, 1) for n in examples.cond["length"][:2, 0]]
     shown = [Media(data=noise_png(i + side)) for i, side in rows]
-    latents = Latents(PixelPolicy(), None)
+    latents = LatentCache(PixelPolicy(), None)
     latents.prepare(shown, flips=False)
     assert torch.equal(examples.latents, latents.read(shown, [False] * 4))
 
@@ -161,13 +168,13 @@ def _of_two(rank: int, folder: str):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     two, media = Processes(rank, 2, torch.device("cpu")), eight(Path(folder, str(rank)))
-    latents = Latents(policy := Refuses(), Path(folder, "cache"), batch=1, processes=two)
+    latents = LatentCache(policy := Refuses(), Path(folder, "cache"), batch=1, processes=two)
     failed = latents.prepare(media, flips=True)
     good = [medium for k, medium in enumerate(media) if k not in failed]
     rows = latents.read(good, [False] * len(good))
-    texts = Texts(policy, Path(folder, "cache"), batch=1, processes=two)
+    texts = PromptEmbeddingCache(policy, Path(folder, "cache"), batch=1, processes=two)
     texts.prepare(["a", "bb", "ccc", "dddd", "eeeee"])
-    in_memory = Latents(alone := Refuses(), None, batch=1, processes=two)
+    in_memory = LatentCache(alone := Refuses(), None, batch=1, processes=two)
     in_memory.prepare(media, flips=False)
     found = failed, rows, texts.read(["eeeee", "bb"]), texts.num_encoded
     counts = latents.num_encoded, latents.store.num_found, texts.store.num_found
@@ -181,8 +188,8 @@ def after_a_kill(tmp_path_factory) -> list[tuple]:
     folder = tmp_path_factory.mktemp("ranks")
     for rank in (0, 1):
         (folder / str(rank)).mkdir()
-    Latents(Refuses(), folder / "cache").prepare(eight(folder / "0")[:3], flips=True)
-    Texts(Refuses(), folder / "cache").prepare(["a"])
+    LatentCache(Refuses(), folder / "cache").prepare(eight(folder / "0")[:3], flips=True)
+    PromptEmbeddingCache(Refuses(), folder / "cache").prepare(["a"])
     mp.start_processes(_of_two, (str(folder),), nprocs=2, start_method="fork")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -12,7 +12,7 @@ from flowalign.cli import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
 from flowalign.data.prompts import Prompts, read_prompts
-from flowalign.functional.tail import Completion
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE
 from flowalign.reports import run_report as report
 from flowalign.runs import session as runs
@@ -57,12 +57,19 @@ def new_run(folder: Path, reward=None, **changes) -> Run:
     prompts = folder.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     defaults = {
-        "policy": moving_policy(), "rewards": [reward or Redness()], "device": "cpu", "threads": 1,
-        "reward_weights": {"redness": 1.0}, "prompts": str(prompts), "num_steps": 2, "seed": 4,
-        "output_dir": str(folder), "checkpoints": Checkpoints(every=1),
-        "recipe": new_recipe({"window": Fixed(0, 3), "eta": 0.8}, credit=Gain()),
+        "policy": moving_policy(),
+        "rewards": [reward or Redness()],
+        "device": "cpu",
+        "threads": 1,
+        "reward_weights": {"redness": 1.0},
+        "prompts": str(prompts),
+        "num_steps": 2,
+        "seed": 4,
+        "output_dir": str(folder),
+        "checkpoints": Checkpoints(every=1),
+        "recipe": new_recipe({"sde_window": Fixed(0, 3), "eta": 0.8}, credit=Gain()),
         "calibration": Calibration(num_samples=10, iterations=3),
-    }  # fmt: skip
+    }
     return Run(**defaults | changes)
 
 
@@ -72,7 +79,7 @@ def begin(run: Run):
 
 def levels(run: Run):
     session = begin(run)
-    return calibrated(run, session.learner, session.rewards, session.folder, session.say), session
+    return calibrated(run, session.learner, session.rewards, session.folder, session.log), session
 
 
 def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
@@ -124,7 +131,7 @@ def test_the_run_samples_with_what_it_found_and_resumes_with_the_same(tmp_path):
     longer = new_run(tmp_path / "run", num_steps=3)
     latest = tmp_path / "run" / "checkpoints" / "step-000002"
     session = runs.start(longer, "config: 1\n", lambda _: None, latest)
-    runs.train(session, latest)
+    runs.train(session)
     assert file.read_bytes() == kept
 
 
@@ -152,7 +159,7 @@ def test_a_finished_run_is_no_calibration_that_goes_on(tmp_path):
 
 
 def test_another_completion_counts_other_gains(tmp_path):
-    recipe = new_recipe({"window": Fixed(0, 3)}, credit=Gain(), completion=Completion(max_steps=1))
+    recipe = new_recipe({"sde_window": Fixed(0, 3)}, credit=Gain(), completion=Completion(max_steps=1))
     levels(new_run(tmp_path / "one", recipe=recipe))
     levels(new_run(tmp_path / "all"))
     one, every = (
@@ -167,7 +174,7 @@ def test_another_completion_counts_other_gains(tmp_path):
     [
         ({"eta": [0.5] * 4}, "set recipe.sampling.eta to a number"),
         ({"kernel": CPS()}, "its kernel to FlowSDE"),
-        ({"window": Random(2, 0, 2)}, "set recipe.sampling.window to AllButLast or Fixed"),
+        ({"sde_window": Random(2, 0, 2)}, "set recipe.sampling.sde_window to AllButLast or Fixed"),
     ],
 )
 def test_where_it_cannot_begin_it_is_refused(tmp_path, sampling, message):
@@ -177,7 +184,7 @@ def test_where_it_cannot_begin_it_is_refused(tmp_path, sampling, message):
 
 def test_it_calibrates_chains_for_any_branching(tmp_path):
     recipe = new_recipe(
-        {"window": Fixed(0, 2), "samples_per_prompt": 4, "branching": Comb(children=2)},
+        {"sde_window": Fixed(0, 2), "samples_per_prompt": 4, "branching": Comb(children=2)},
         credit=Branch(),
     )
     found, _ = levels(new_run(tmp_path / "run", recipe=recipe))

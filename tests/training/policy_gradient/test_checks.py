@@ -190,7 +190,7 @@ def test_warn_records_notes_and_goes_on():
     cfg = new_recipe(algorithm=DetachedKL(PPOClip(0.2), kl_coef=0.1), on_failed_check="warn")
     made = []
 
-    class Watched(gates.Checks):
+    class Watched(gates.PolicyGradientChecks):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             made.append(self)

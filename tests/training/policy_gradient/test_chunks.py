@@ -12,13 +12,12 @@ from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import DivergenceMask, LogHinge, PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.chunks import chunked
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.types import CreditEstimator, StepCredit
-from tests.fixtures.training import ALONE, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import ALONE, credited, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 
@@ -40,10 +39,10 @@ def made(algorithm, **recipe):
     return (
         learner,
         cfg,
-        judge(
+        credited(
             cfg,
             learner,
-            state_values(cfg, learner, new_rewards(), rollout(cfg, learner, THREE, 0, 0)),
+            completion_values(cfg, learner, new_rewards(), rollout(cfg, learner, THREE, 0, 0)),
         )[0],
     )
 

@@ -22,11 +22,10 @@ from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.recipe import Online
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.policy_gradient.settings import Settings
 from flowalign.types import (
     CreditEstimator,
     MediaBatch,
@@ -38,7 +37,7 @@ from flowalign.types import (
 )
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
 
@@ -84,18 +83,22 @@ class Rising(CreditEstimator):
         return StepCredit(final * factor, per_prompt_and_step(trajectory), trajectory.eta > 0)
 
 
-def judged(cfg: Online, rewards: Rewards, learner=None):
+def judged(cfg: Settings, rewards: Rewards, learner=None):
     learner = learner or new_learner()
-    return judge(
-        cfg, learner, state_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+    return credited(
+        cfg, learner, completion_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
     )
 
 
 REWARD_CLIP = RewardClip(low=0.05, clip=0.2, sensitivity=1.0)
 SURROGATES = [
-    PPOClip(0.2), RatioNorm(0.2), LogHinge(0.2), DivergenceMask(0.05), REWARD_CLIP,
+    PPOClip(0.2),
+    RatioNorm(0.2),
+    LogHinge(0.2),
+    DivergenceMask(0.05),
+    REWARD_CLIP,
     LayerTuning(surrogate=REWARD_CLIP, coef=0.3),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
@@ -366,10 +369,10 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
     trajectory = rollout(cfg, alone, THREE[:1], 0, 0)
-    only, _ = judge(
+    only, _ = credited(
         cfg,
         alone,
-        state_values(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory),
+        completion_values(cfg, alone, Rewards([Told(*REWARDS[:4])], {"told": 1.0}), trajectory),
     )
     update(cfg, alone, only, 0, 0)
     torch.testing.assert_close(
@@ -589,4 +592,4 @@ def test_a_group_of_one_has_nothing_to_compare_unless_the_batch_is_the_scale():
 
 def test_a_window_of_another_schedule_is_refused_before_anything_runs():
     with pytest.raises(ValueError, match=r"\[2, 7\)"):
-        Online(sampling=Sampling(num_steps=4, window=Fixed(2, 7)))
+        Settings(sampling=Sampling(num_steps=4, sde_window=Fixed(2, 7)))

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from flowalign.runs.plan import evaluations
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.run_files import CONFIGS, loaded
-from tests.fixtures.training import flat, new_learner, new_rewards, train
+from tests.fixtures.training import credited, flat, new_learner, new_rewards, train
 
 METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
 THREE = ("a", "bb", "ccc")
@@ -39,16 +38,16 @@ def test_a_step_costs_what_the_plan_says(recipe):
     """Network evaluations, pictures and reward calls of sampling, valuing and one update."""
     learner, rewards, costs = new_learner(moving_policy()), new_rewards(), Costs()
     rewards.costs = costs
-    costs.watch(learner.policy.denoiser)
+    costs.count(learner.policy.denoiser)
     sampling = recipe.sampling
-    window = sampling.window.steps(sampling.num_steps, 0, generator(0, "window", 0))
+    window = sampling.sde_window.steps(sampling.num_steps, 0, generator(0, "window", 0))
     wanted = evaluations(recipe, window)
-    blank, asked = recipe.blank(window), recipe.asked(window)
+    empty_trajectory, asked = recipe.empty_trajectory(window), recipe.asked(window)
     trajectory = rollout(recipe, learner, THREE, 0, 0)
-    batch, _ = judge(recipe, learner, state_values(recipe, learner, rewards, trajectory))
+    batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
     assert costs.sampling_evaluations == 3 * (wanted["sampling"] + wanted["completing"])
     valued = {*asked, (sampling.num_steps, recipe.completion)}
-    scored = 3 * sum(len(blank.holders(k)) for k, _ in valued)
+    scored = 3 * sum(len(empty_trajectory.rows.unique_rows(k)) for k, _ in valued)
     assert costs.decodes == costs.reward_calls == scored
     update(recipe, learner, batch, 0, 0)
     if type(recipe.credit).__name__ == "Contrast" or recipe.algorithm.pairs:

@@ -14,38 +14,43 @@ from flowalign.functional.transition import CPS, log_density
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
-from flowalign.training.policy_gradient.advantages import judge
-from flowalign.training.policy_gradient.batches import Rollout, minibatches, paired
+from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, paired
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import rollout, state_values
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import (
+    ALONE,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    train,
+)
 
 THREE = ["a", "bb", "ccc"]
 OLD = StepDPO(reference="old")
 
 
-def sampled(learner=None, advantage=None, **sampling) -> Rollout:
+def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
     """A rollout whose advantages are told, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    batch, _ = judge(cfg, learner, state_values(cfg, learner, new_rewards(), trajectory))
+    batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     return batch if advantage is None else replace(batch, advantage=advantage)
 
 
-def duels(batch: Rollout) -> set[tuple[int, int, int]]:
+def duels(batch: TrainBatch) -> set[tuple[int, int, int]]:
     """(step, winner, loser) of every pair."""
-    return {
-        (k, b, int(batch.rival[b, k]))
-        for b, k in (batch.rival >= 0).nonzero().tolist()
-    }  # fmt: skip
+    return {(k, b, int(batch.rival[b, k])) for b, k in (batch.rival >= 0).nonzero().tolist()}
 
 
 def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
     """Which those are may differ from step to step; what is not trained meets nobody."""
-    advantage = torch.tensor([[0.0, 3.0, 1.0, 9.0], [2.0, -1.0, 1.0, 8.0], [-1.0, 0.0, 1.0, 7.0],
-                              [1.0, 1.0, 1.0, 6.0]]).repeat(3, 1)  # fmt: skip
+    advantage = torch.tensor(
+        [[0.0, 3.0, 1.0, 9.0], [2.0, -1.0, 1.0, 8.0], [-1.0, 0.0, 1.0, 7.0], [1.0, 1.0, 1.0, 6.0]]
+    ).repeat(3, 1)
     advantage[4:8, 2] = torch.tensor([1.0, 2.0, 4.0, 3.0])
     batch = sampled(advantage=advantage)
     mask = batch.mask.clone()
@@ -66,9 +71,11 @@ def test_where_a_step_branches_only_siblings_meet():
     advantage = torch.arange(24.0)[:, None].expand(-1, 4).clone()
     advantage[::3] *= -1
     batch = sampled(
-        advantage=advantage, samples_per_prompt=8, seeds_per_prompt=2,
+        advantage=advantage,
+        samples_per_prompt=8,
+        seeds_per_prompt=2,
         branching=Tree(splits=[0, 2], children=2),
-    )  # fmt: skip
+    )
     first = {d for d in duels(paired(batch, ALONE)) if max(d[1:]) < 8}
     assert {d for d in first if d[0] == 0} == {(0, 2, 0), (0, 4, 6)}
     # Nothing leaves one state here, so all of the prompt meet: 0, 2, 4 and -6.
@@ -85,7 +92,7 @@ def test_a_comb_compares_those_that_leave_at_a_step():
 
 def test_steps_without_noise_are_not_paired():
     """CPS has none at the last step, whatever eta says."""
-    batch = sampled(kernel=CPS(), window=Fixed(2, 4), advantage=torch.randn(12, 4))
+    batch = sampled(kernel=CPS(), sde_window=Fixed(2, 4), advantage=torch.randn(12, 4))
     assert batch.mask[:, 3].all()
     assert {k for k, *_ in duels(paired(batch, ALONE))} == {2}
 
@@ -107,9 +114,11 @@ def test_winners_come_first_and_each_loser_stands_opposite_its_winner():
 def told(advantage, algorithm, **recipe):
     """A learner, its recipe, and a paired rollout with the given advantages."""
     learner = new_learner()
-    return learner, new_recipe(algorithm=algorithm, **recipe), paired(
-        sampled(learner, advantage), ALONE
-    )  # fmt: skip
+    return (
+        learner,
+        new_recipe(algorithm=algorithm, **recipe),
+        paired(sampled(learner, advantage), ALONE),
+    )
 
 
 def gradient(learner, cfg, batch):
@@ -133,11 +142,20 @@ def test_the_update_is_the_mean_over_pairs_whatever_the_micro_batch(micro_batch)
     for k, winner, loser in sorted(duels(batch)):
         ratios = []
         for b in (winner, loser):
-            one = next(m for m in minibatches(
-                replace(batch, rival=None, mask=torch.zeros(12, 4, dtype=torch.bool).index_put(
-                    (torch.tensor(b), torch.tensor(k)), torch.tensor(True)
-                )), torch.tensor([b]), 9
-            ))  # fmt: skip
+            one = next(
+                m
+                for m in minibatches(
+                    replace(
+                        batch,
+                        rival=None,
+                        mask=torch.zeros(12, 4, dtype=torch.bool).index_put(
+                            (torch.tensor(b), torch.tensor(k)), torch.tensor(True)
+                        ),
+                    ),
+                    torch.tensor([b]),
+                    9,
+                )
+            )
             new, old = (
                 log_density(one.kernel, one.x_next, one.transition(p))
                 for p in (learner.policy, learner.reference)

@@ -1,4 +1,4 @@
-"""Many pictures or clips in one file."""
+"""Write many images or clips into one file."""
 
 from pathlib import Path
 
@@ -8,21 +8,21 @@ from torch import Tensor
 
 from flowalign.media.encode import write_clip
 from flowalign.media.thumbnails import first_to_last
-from flowalign.utils.files import aside
+from flowalign.utils.files import atomic_write
 
 PADDING = 2
-"""Pixels around every picture of a grid, and around every frame of a film strip."""
+"""Pixels around every image of a grid, and around every frame of a film strip."""
 STRIP = 6
-"""Frames of a film strip, at most."""
+"""Largest number of frames in a film strip."""
 
 
 def write_grid(
     path: Path, media: Float[Tensor, "n F 3 H W"], columns: int, fps: float | None
 ) -> str:
-    """Write pictures in rows of so many, or clips that have `fps`; what the file shows.
+    """Write images, or clips if there is `fps`, in rows of `columns`; return what the file shows.
 
-    A PNG file of clips holds a film strip of each, below each other; in any other file they move,
-    in rows as pictures are. Written aside and renamed.
+    A PNG file of clips holds a film strip of each, below each other; in any other file they play,
+    in rows as images are. The file is written atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     num, num_frames = media.shape[:2]
@@ -38,7 +38,7 @@ def write_grid(
 
 
 def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h w"]:
-    """In rows of so many, with `PADDING` black pixels around each."""
+    """Arrange images in rows of `columns`, with `PADDING` black pixels around each."""
     from torchvision.utils import make_grid
 
     if len(pictures) == 1:  # to which make_grid adds nothing
@@ -49,5 +49,5 @@ def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h
 def _save(path: Path, picture: Float[Tensor, "3 h w"]) -> None:
     from torchvision.utils import save_image
 
-    with aside(path) as partial:
+    with atomic_write(path) as partial:
         save_image(picture, partial, format="png")

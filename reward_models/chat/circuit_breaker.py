@@ -1,4 +1,4 @@
-"""A circuit breaker: a server that is down is left alone for a while instead of asked in vain."""
+"""Implements a circuit breaker: requests pause for a while when the server is down."""
 
 import asyncio
 import time
@@ -9,19 +9,20 @@ T = TypeVar("T")
 
 
 class ChatError(Exception):
-    """Why a request has no answer."""
+    """Raised where a request has no answer; the text says why."""
 
 
 class ServerDown(ChatError):
-    """The server gave no usable answer at any attempt: it, not the request, is to blame."""
+    """Raised where the server, not the request, is at fault: no attempt gave a usable answer."""
 
 
-class Breaker:
-    """Closed until `max_failures` requests in a row found the server down, then open.
+class CircuitBreaker:
+    """Stops requests to a server that is down, and tries again after a rest.
 
-    Open, it refuses at once. After `rest` seconds it is half open: one request tries the server
-    while others wait for it, and its outcome closes or opens the breaker for all of them. To be
-    used from one event loop only.
+    The breaker is closed until `max_failures` requests in a row found the server down, then open.
+    While open, it refuses at once. After `rest` seconds it is half open: one request tries the
+    server while others wait for it, and its outcome closes or opens the breaker for all of them. It
+    must be used from one event loop only.
     """
 
     def __init__(self, max_failures: int, rest: float):
@@ -31,7 +32,7 @@ class Breaker:
         self._probe = asyncio.Lock()
 
     async def call(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """The result of `ask`. ChatError at once while the breaker is open."""
+        """Return the result of `ask`; raise ChatError at once while the breaker is open."""
         if self._until is not None:
             async with self._probe:
                 if self._until is not None:
@@ -54,7 +55,7 @@ class Breaker:
             if self._failures >= self.max_failures:
                 self._until = time.monotonic() + self.rest
             raise
-        except ChatError:  # an answer all the same: the server is alive
+        except ChatError:  # the server did answer, so it is alive
             self._failures, self._until = 0, None
             raise
         self._failures, self._until = 0, None

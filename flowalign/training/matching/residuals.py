@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.matching import noised, per_row, space_factor
-from flowalign.training.matching.batches import num_units, take
-from flowalign.training.matching.recipe import Preference
+from flowalign.training.matching.batches import num_examples, take
+from flowalign.training.matching.settings import Settings
 from flowalign.training.reference import conditional
-from flowalign.types import Errors, Examples, Personal, Policy, VelocityField
+from flowalign.types import Examples, Personal, Policy, Residuals, VelocityField
 from flowalign.utils.seeds import generator
 
 
@@ -20,18 +20,18 @@ class Noised:
     """Examples with what they are noised by."""
 
     examples: Examples
-    noise: Float[Tensor, "units *latent"]
+    noise: Float[Tensor, "m *latent"]
     """One for each pair, or sample."""
-    sigma: Float[Tensor, "units"]
+    sigma: Float[Tensor, "m"]
 
-    def take(self, units: Int[Tensor, "k"]) -> "Noised":
+    def take(self, indices: Int[Tensor, "k"]) -> "Noised":
         """Some pairs, or samples."""
-        return Noised(take(self.examples, units), self.noise[units], self.sigma[units])
+        return Noised(take(self.examples, indices), self.noise[indices], self.sigma[indices])
 
     def parts(self, size: int) -> Iterator["Noised"]:
         """Consecutive parts of at most `size` pairs or samples."""
-        for units in torch.arange(len(self.sigma)).split(size):
-            yield self.take(units)
+        for indices in torch.arange(len(self.sigma)).split(size):
+            yield self.take(indices)
 
     def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
         """Noise and sigma of every row."""
@@ -40,7 +40,7 @@ class Noised:
 
 
 def noise_for(
-    cfg: Preference, policy: Policy, examples: Examples, first: int, key: tuple[int, ...]
+    cfg: Settings, policy: Policy, examples: Examples, first: int, key: tuple[int, ...]
 ) -> Noised:
     """Draw noise and times; `first` is the place of the first pair among all processes'.
 
@@ -49,8 +49,8 @@ def noise_for(
     seed, *index = key
     shape, latents = examples.latents.shape[1:], examples.latents
     generators = [
-        generator(seed, "match", *index, first + i) for i in range(num_units(examples))
-    ]  # fmt: skip
+        generator(seed, "match", *index, first + i) for i in range(num_examples(examples))
+    ]
     if not generators:
         return Noised(examples, latents.new_zeros(0, *shape), latents.new_zeros(0))
     sigma = torch.cat([cfg.times.draw(1, policy, g) for g in generators])
@@ -65,18 +65,18 @@ def personal(policy: Policy, examples: Examples) -> Examples:
     return replace(examples, cond=policy.with_users(examples.cond, examples.users))
 
 
-def matching_errors(
-    cfg: Preference,
+def matching_residuals(
+    cfg: Settings,
     policy: Policy,
     reference: VelocityField | None,
     part: Noised,
     expert: VelocityField | None = None,
-) -> Errors:
+) -> Residuals:
     """Residuals in the recipe's space; the policy's come last, for others may swap weights."""
     examples, (noise, sigma) = part.examples, part.rows()
     x = noised(examples.latents, noise, sigma)
     if not len(x):  # attention kernels refuse an empty batch
-        return Errors(x, x)
+        return Residuals(x, x)
     target = noise - examples.latents
     if expert is not None:
         assert examples.expert_cond is not None, "rows without targets met an expert"
@@ -89,9 +89,9 @@ def matching_errors(
         return (conditional(field).velocity(x, sigma, examples.cond) - target) * factor
 
     base = None if reference is None else residual(reference)
-    return Errors(residual(policy), base)
+    return Residuals(residual(policy), base)
 
 
-def divergence(errors: Errors) -> Float[Tensor, ""]:
+def divergence(residuals: Residuals) -> Float[Tensor, ""]:
     """Mean square between the velocities of policy and reference, in the recipe's space."""
-    return (errors.policy - errors.required_reference).square().mean()
+    return (residuals.policy - residuals.required_reference).square().mean()

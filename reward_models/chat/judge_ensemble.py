@@ -1,4 +1,4 @@
-"""Asking a judge several times and reading its answers."""
+"""Asks a judge several times and reads its answers."""
 
 import asyncio
 import hashlib
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from reward_models.chat.breaker import ChatError
+from reward_models.chat.circuit_breaker import ChatError
 from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.parsers import Unparsable
 
@@ -20,16 +20,16 @@ Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn."""
+    """Configures how answers are sampled."""
 
     passes: int = 1
     """Independent answers per sample; the score is their mean."""
     temperature: float = 0.0
     max_tokens: int = 1024
     seed: int = 42
-    """Of the first pass; the next ones count up from it."""
+    """Seed of the first pass; the following passes count up from it."""
     retries: int = 2
-    """How often an answer that cannot be read is asked for again, with a seed of its own."""
+    """Maximum number of new answers, each with a new seed, for one that cannot be parsed."""
 
     def __post_init__(self) -> None:
         if self.passes < 1 or self.max_tokens < 1 or self.retries < 0 or self.temperature < 0:
@@ -41,14 +41,14 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one sample, or one comparison, was given."""
+    """Holds the values and texts that one sample, or one comparison, received."""
 
     values: Float[Tensor, "k m"]
     """One row per pass that could be read."""
     missing: Sequence[str]
-    """Why each of the other passes could not."""
+    """Reasons why each of the other passes could not be read."""
     texts: Sequence[str]
-    """What the judge said, in order."""
+    """Texts of the judge's answers, in order."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class _Pass:
     reason: str = ""
 
 
-class Panel:
-    """A judge behind a server: the same questions asked in several passes."""
+class JudgeEnsemble:
+    """Asks one served judge the same questions in several independent passes."""
 
     def __init__(
         self, server: Server, sampling: Sampling, parameters: Mapping[str, Any] | None = None
@@ -72,14 +72,14 @@ class Panel:
         }
 
     def version(self, **settings: Any) -> str:
-        """A hash of the model, the way of sampling, and the settings of a judge."""
+        """Return a hash of the model, the sampling, and the settings of a judge."""
         decisive = [self.client.server.model, asdict(self.sampling), self.parameters, settings]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def collect(self, questions: Sequence[Sequence[Messages]], read: Read) -> list[Verdict]:
-        """A verdict per entry; one entry is one or more conversations that are read together.
+        """Return a verdict per entry; an entry is one or more conversations that are read together.
 
-        Everything is in flight at once, as far as the server's `concurrency` allows.
+        All requests are in flight at once, as far as the server's `concurrency` allows.
         """
         return self.client.run(self._collect(questions, read))
 
@@ -117,13 +117,13 @@ class Panel:
 
 
 def check_positive(**settings: int | float | None) -> None:
-    """ValueError naming a setting that is not above 0; None is none."""
+    """Raise ValueError naming a setting that is not above 0; None is not checked."""
     for name, value in settings.items():
         if value is not None and not value > 0:
             raise ValueError(f"{name} is {value}; it must be above 0")
 
 
 def check_known(name: str, value: str, known: Collection[str]) -> None:
-    """ValueError naming a setting that is not one of those known."""
+    """Raise ValueError naming a setting that is not one of those known."""
     if value not in known:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(known)}")
