@@ -39,8 +39,7 @@ class DiffusersPolicy(Policy):
     transformer_class: Any
     """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     part: str = "transformer"
-    """Name of the pipeline component that is the denoiser, or of the first one where there are
-    two."""
+    """Name of the pipeline component that is the denoiser, or the first of two."""
     parts: tuple[str, ...]
     """Names of the components that are trained."""
     state: str = "hidden_states"
@@ -50,11 +49,9 @@ class DiffusersPolicy(Policy):
     unused: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which a policy does not need."""
     offloaded: tuple[str, ...] = ()
-    """Prefixes of component names that wait on the CPU; `encode` moves them to the device for its
-    work."""
+    """Prefixes of component names that wait on the CPU while `encode` does not need them."""
     film: tuple[object, ...] = ()
-    """Settings besides the VAE and the size that change how media are encoded; part of
-    `encoders`."""
+    """Further settings that change how media are encoded, such as tiling; part of `encoders`."""
     shift: float | None = None
     """Shift of the noise schedule; None keeps that of the folder's scheduler."""
     probes: Sequence[str] = ("a", "b")

@@ -36,8 +36,8 @@ class Video:
     """Frames per second. Clips are embedded frame by frame without resampling, so a reader must
     give them at this rate."""
     shift: float | None = None
-    """Shift of the schedule towards high noise, larger for larger videos: sigma becomes shift sigma
-    / (1 + (shift - 1) sigma). None: the folder's own value."""
+    """Shift of the schedule towards high noise, larger for larger videos; None: the folder's own
+    value. A shift maps sigma to shift sigma / (1 + (shift - 1) sigma)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +56,7 @@ class Memory:
     slice: bool = False
     """Run the VAE on one sample at a time; decoded media are collected in main memory."""
     decode_frames: int | None = None
-    """Latent frames that the decoder holds at a time, see the policy; None: diffusers' own
-    behaviour."""
+    """Latent frames that the decoder holds at a time, see the policy; None: diffusers' default."""
     offload_text: bool = False
     """Keep text encoders, and image encoders of prompts, on the device only while they encode."""
 

@@ -24,7 +24,7 @@ class Experts:
     guidance_2: float | None = None
     """Guidance scale of the low-noise network; None: that of the high-noise network."""
     boundary_ratio: float | None = None
-    """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's own
+    """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's
     value."""
     train: Literal["both", "high", "low"] = "both"
     """Which networks are trained; the others stay frozen."""

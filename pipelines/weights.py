@@ -38,8 +38,7 @@ class Lora:
         "attn.add_v_proj",
         "attn.to_add_out",
     )
-    """Name suffixes of the linear layers that get an adapter. Source: Flow-GRPO's SD3
-    configuration."""
+    """Name suffixes of the adapted linear layers. Source: Flow-GRPO's SD3 configuration."""
 
 
 def load_pipeline(

@@ -21,14 +21,12 @@ class Fit:
     """Reports the result of a fit, and how well it orders pairs that it has not seen."""
 
     sheet: Sheet
-    """The same list with the fitted weights; items of weight 0 and unused conditions are left
-    out."""
+    """Input list with the fitted weights, without items of weight 0 and unused conditions."""
     weights: Float[Tensor, "features"]
     """Weights of all features, zeros included; alignment comes first where the sheet weighs one."""
     train_accuracy: float
     held_out_accuracy: float
-    """Share of the decided pairs (those without a tie) in which the preferred sample scores
-    higher."""
+    """Share of the decided pairs (no tie) in which the preferred sample scores higher."""
     num_train: int
     num_held_out: int
 

@@ -46,8 +46,7 @@ class Preprocessing:
 
     size: int
     resize: Literal["shortest", "longest", "squash"] = "shortest"
-    """Resize the shortest side and crop the centre, the longest and pad with black, or both
-    sides."""
+    """Resize the shortest side and crop, the longest side and pad with black, or both sides."""
     mean: Sequence[float] = CLIP_MEAN
     std: Sequence[float] = CLIP_STD
     floors: bool = False

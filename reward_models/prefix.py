@@ -29,8 +29,7 @@ class Read:
     layers: Sequence[Layer]
     """Keys and values of every layer, for this clip alone."""
     last: Int[Tensor, "3 1"]
-    """Position of the last token on three axes; it is a text token, so the next position is one
-    more."""
+    """Position of the last token on three axes; it is text, so the next position is one more."""
 
     @property
     def length(self) -> int:

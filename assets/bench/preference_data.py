@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.prefetch import prefetched
-from flowalign.data.preference.sampler import Order
+from flowalign.data.preference.sampler import EpochSampler
 from flowalign.media.media import Media
 from tests.fixtures.pixel import PixelPolicy
 
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     latents.prepare(pictures, flips=True)
     texts.prepare(prompts)
     written = time.perf_counter() - start
-    order = Order(0, [0] * (args.pictures // 2))
+    order = EpochSampler(0, [0] * (args.pictures // 2))
 
     def batch(step: int) -> tuple[Tensor, dict[str, Tensor]]:
         pairs = order.batch(step, args.pairs)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 HELP = "Make pairs to train on of real clips, by noising and denoising them."
 EXIT_FAILED, EXIT_STOPPED = 1, 130
-_TOLD = 4
+_LISTED = 4
 """Largest number of reasons that an error message lists."""
 
 
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if outcome is None:
         log(f"shard {args.shard} is done, others are not")
         return 0
-    return _tell(cfg, outcome)
+    return _print_summary(cfg, outcome)
 
 
 def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
@@ -71,7 +71,7 @@ def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
         return run(cfg, dataset, shard, lambda done: progress.update(done - 1, {}))
 
 
-def _tell(cfg: "ClipPairs", outcome: "Outcome") -> int:
+def _print_summary(cfg: "ClipPairs", outcome: "Outcome") -> int:
     """Print pairs, costs and drops; returns the exit code."""
     folder, report, costs = Path(cfg.output_dir), outcome.drop_report(), outcome.costs
     evaluations = costs["sampling_evaluations"] + costs["training_evaluations"]
@@ -87,7 +87,7 @@ def _tell(cfg: "ClipPairs", outcome: "Outcome") -> int:
     if outcome.rows and not too_many:
         return 0
     head = f"{len(outcome.errors)} of {clips} clips cannot be used; max_dropped_fraction is "
-    lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_TOLD]]
+    lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_LISTED]]
     sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
     return EXIT_FAILED
 

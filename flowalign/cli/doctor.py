@@ -1,4 +1,4 @@
-"""`flowalign doctor`: print versions, devices and what is missing."""
+"""Runs `flowalign doctor`: prints versions, devices and missing packages."""
 
 import argparse
 import importlib.metadata
@@ -9,11 +9,11 @@ HELP = "Print versions, devices and what is missing."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No options."""
+    """Add no options: the verb has none."""
 
 
 def run(_args: argparse.Namespace) -> int:
-    """0, with a table."""
+    """Print a table of versions and devices; returns 0."""
     import torch
 
     from flowalign.utils.console import table

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 HELP = "Make pairs to train on of a table of scores."
 EXIT_FAILED = 1
-_TOLD = 3
+_LISTED = 3
 """Largest number of reasons that an error message lists."""
 
 
@@ -32,26 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the two extremes of a prompt; any two; any two of which one is worse in no "
         "dimension; any two, in each dimension",
     )
-    add("--dimensions", nargs="+", default=[], metavar="NAME", help="default: all that there are")
+    add("--dimensions", nargs="+", default=[], metavar="NAME", help="default: all")
     add(
         "--weights",
         nargs="+",
         default=[],
         metavar="NAME=WEIGHT",
-        help="of the total, needed where several dimensions decide",
+        help="weights of the total, needed if several dimensions decide",
     )
-    add("--min_gap", type=float, default=0.0, help="of the total, or the dimension; default 0")
-    add("--tolerance", type=float, help="of dominance, how much worse still counts as no worse")
-    add("--max_per_prompt", type=int, help="only so many pairs, those with the widest gaps")
-    add("--by", choices=("prompt", "record"), default="prompt", help="what is compared with what")
-    add("--stages", type=int, help="of a curriculum, wide gaps first; adds the column `stage`")
+    add("--min_gap", type=float, default=0.0, help="in the total, or the dimension; default 0")
+    add("--tolerance", type=float, help="dominance: how much worse still counts as no worse")
+    add("--max_per_prompt", type=int, help="largest number of pairs; the widest gaps are kept")
+    add("--by", choices=("prompt", "record"), default="prompt", help="group that is compared")
+    add("--stages", type=int, help="stages of a curriculum, wide gaps first, in column `stage`")
     add(
         "--stages_by",
         choices=("score", "rank"),
         help="equal ranges of gaps (default), or equally many pairs",
     )
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
-    add("--seed", type=int, default=0, help="of the choice of held-out prompts")
+    add("--seed", type=int, default=0, help="seed of the choice of held-out prompts")
     add(
         "--root",
         default="",
@@ -83,10 +83,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(str(error)) from error
     if not found.choices:
         lines = [*found.media.lines(), *found.pairs.lines()] or ["no gap is wide enough"]
-        what = "\n".join(line[:300] for line in lines[:_TOLD])
+        what = "\n".join(line[:300] for line in lines[:_LISTED])
         sys.stderr.write(f"error: {args.table} gives no pair:\n{what}\n")
         return EXIT_FAILED
-    _tell(args, found, _write(args, job, found))
+    _print_summary(args, found, _write(args, job, found))
     return 0
 
 
@@ -191,7 +191,7 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
     return summary
 
 
-def _tell(args: argparse.Namespace, found: "Found", summary: Mapping[str, Any]) -> None:
+def _print_summary(args: argparse.Namespace, found: "Found", summary: Mapping[str, Any]) -> None:
     from flowalign.curation.pairing.job import HELD_OUT, PAGE, TRAIN
 
     folder = Path(args.out)

@@ -1,4 +1,4 @@
-"""`flowalign reward train` and `flowalign reward eval`: train a reward model, or measure it."""
+"""Runs `flowalign reward train` and `flowalign reward eval`: trains a reward, or measures it."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ HELP = "Train a reward model, or measure how it agrees with people."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two actions of the verb."""
+    """Add the two actions of the verb, train and eval."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, add in (
         ("train", "Train a reward model as a run file says.", add_train_arguments),
@@ -23,12 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code of the action."""
+    """Run the chosen action; returns its exit code."""
     return {"train": run_train, "eval": run_eval}[args.action](args)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `flowalign reward train`; others override the run file, as `args.overrides`."""
+    """Add the options of `flowalign reward train`; further ones override the run file."""
     parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
     parser.add_argument("--resume", action="store_true", help="go on after the last epoch")
     parser.add_argument("--overwrite", action="store_true", help="delete an earlier training there")
@@ -38,7 +38,7 @@ def run_train(args: argparse.Namespace) -> int:
     """Train, print the agreement with people, and return 0.
 
     Raises:
-        ConfigError: what the user can correct.
+        ConfigError: The run file or the data need a correction by the user.
     """
     from rich.console import Console
 
@@ -64,27 +64,27 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `flowalign reward eval`."""
     add = parser.add_argument
     add("data", help="table or folder that `flowalign score` wrote; with --rewards, a dataset")
     add("--out", metavar="FOLDER", help="for eval.json and eval.html; default: beside the table")
     add("--scores", nargs="+", metavar="DIM", help="scored dimensions; default: all")
     add("--humans", nargs="+", metavar="COLUMN", help="such as rank/overall; default: all")
     add("--bootstrap", type=int, default=500, help="resamples of prompts, default 500; 0: none")
-    add("--bins", type=int, default=10, help="of the calibration curve, default 10")
-    add("--seed", type=int, default=0, help="of the folds and the resamples, default 0")
+    add("--bins", type=int, default=10, help="bins of the calibration curve, default 10")
+    add("--seed", type=int, default=0, help="seed of the folds and the resamples, default 0")
     direct = parser.add_argument_group("to score a dataset first, into --out")
     direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
     direct.add_argument("--schema", help="default: by the columns")
     direct.add_argument("--root", metavar="FOLDER", help="where relative paths begin")
-    direct.add_argument("--limit", type=int, help="only the first so many records")
+    direct.add_argument("--limit", type=int, help="number of records, from the first one")
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """Write `eval.json` and `eval.html`, and print the numbers. 1 where scoring failed.
+    """Write `eval.json` and `eval.html`, and print the numbers; returns 1 if scoring failed.
 
     Raises:
-        ConfigError: the user can correct it.
+        ConfigError: The options or the table need a correction by the user.
     """
     try:
         code = _score_first(args)
@@ -96,7 +96,7 @@ def run_eval(args: argparse.Namespace) -> int:
 
 
 def _score_first(args: argparse.Namespace) -> int:
-    """The exit code of `flowalign score` on the dataset, whose table replaces it; 0 without one."""
+    """Score the dataset and put its table into `args`; returns the exit code, 0 without rewards."""
     options = {name: vars(args)[name] for name in ("schema", "root", "limit")}
     given = [f"--{name}" for name, value in options.items() if value is not None]
     if args.rewards is None:
@@ -142,7 +142,7 @@ def _evaluate(args: argparse.Namespace) -> int:
 
 
 def _line(result: Mapping[str, Any]) -> str:
-    """The headline figures of one row, for a terminal."""
+    """Format the headline figures of one row, for a terminal."""
     parts = [f"{result['pairs']} pairs"]
     for name, short in (
         ("accuracy_without_ties", "w/o ties"),

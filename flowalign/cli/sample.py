@@ -1,8 +1,8 @@
-"""`flowalign sample`: what a run file's model makes, as a grid or as a folder that can be scored.
+"""Runs `flowalign sample`: samples a run file's model to a grid, or to a folder to be scored.
 
-A folder holds a PNG file, or of a video model an MP4 file, for each prompt and copy, whose noise is
-a function of the seed and of both numbers, and `metadata.jsonl`. Files are written aside and
-renamed: the same command again goes on after a kill, and makes the same files.
+A folder holds `metadata.jsonl` and, for each prompt and copy, a PNG file or, from a video model, an
+MP4 file, whose noise is a function of the seed and of both numbers. Files are written atomically:
+after a kill the same command continues, and makes the same files.
 """
 
 import argparse
@@ -36,7 +36,7 @@ _DECODED_AT_ONCE = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside the run file."""
+    """Add the run file, its overrides and the options of `flowalign sample`."""
     add_config(parser)
     add = parser.add_argument
     add("--weights", metavar="CHECKPOINT", help="folder with trained weights")
@@ -50,16 +50,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "as PNG, and moves as .webp, .gif, .mp4 or .webm",
     )
     add("--count", type=int, default=4, help="pictures or clips per prompt, default 4")
-    add("--limit", type=int, help="only the first so many prompts")
+    add("--limit", type=int, help="number of prompts, from the first one; default: all")
     add("--num_steps", type=int, help="default: as the run file evaluates, or trains")
     add("--seed", type=int, help="default: the run file's")
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, with the files written.
+    """Write the grid or the folder; returns 0, or 130 if interrupted.
 
     Raises:
-        ConfigError: the user can correct it.
+        ConfigError: The options or the run file need a correction by the user.
     """
     from flowalign.media.encode import CLIPS
 
@@ -77,21 +77,25 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Request:
-    """What is drawn."""
+    """Holds the run file, the prompts and the settings of what is sampled."""
 
     run: "Run"
     settings: Mapping[str, Any]
-    """All that decides a picture or a clip, beside which one it is."""
+    """Settings that decide every picture or clip, for the manifest."""
     prompts: Sequence[str]
     count: int
+    """Pictures or clips per prompt."""
     num_steps: int
+    """Denoising steps."""
     seed: int
     weights: str | None
+    """Folder with trained weights; null: the policy's own."""
     out: Path
     micro_batch: int
+    """Pictures or clips per network call."""
 
     def load(self) -> None:
-        """Read the weights of the model."""
+        """Load the weights of the model."""
         import torch
 
         from flowalign.distributed.processes import join
@@ -104,11 +108,11 @@ class Request:
 
     @property
     def fps(self) -> float | None:
-        """Of the clips; None for pictures."""
+        """Frames per second of the clips; None for pictures."""
         return self.run.policy.fps
 
     def media(self, prompts: Sequence[str], generators: Sequence["torch.Generator"]) -> "Tensor":
-        """[n, F, 3, H, W] in [0, 1], on the CPU."""
+        """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
         import torch
 
         from flowalign.sampling.rollout import generate
@@ -132,7 +136,9 @@ def _request(args: argparse.Namespace) -> Request:
     prompts = args.prompt or read_prompts(args.prompts)
     num_steps, micro_batch = _usual(run_file)
     if not (num_steps := args.num_steps or num_steps):
-        raise ValueError(f"{' '.join(args.config)} does not say how many steps to take: give --num_steps")
+        raise ValueError(
+            f"{' '.join(args.config)} does not say how many steps to take: give --num_steps"
+        )
     seed = run_file.seed if args.seed is None else args.seed
     settings = {
         "policy": yaml.safe_load(text)["policy"],
@@ -157,10 +163,10 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _content(folder: Path) -> str:
-    """A hash of the files of trained weights; what else a checkpoint needs to go on draws nothing.
+    """Hash the files of trained weights, without `state`, which does not change what is sampled.
 
     Raises:
-        ValueError: there is no such folder.
+        ValueError: The folder does not exist.
     """
     if not folder.is_dir():
         raise ValueError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
@@ -183,7 +189,7 @@ def _usual(run: "Run") -> tuple[int, int]:
 
 
 def _grid(request: Request) -> str:
-    """One picture, a row for each prompt; of clips one that moves, or a film strip of each."""
+    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each."""
     from flowalign.media.image_grid import write_grid
     from flowalign.utils.seeds import generator
 
@@ -192,34 +198,35 @@ def _grid(request: Request) -> str:
     request.load()
     prompts = [prompt for prompt in request.prompts for _ in range(request.count)]
     seeds = [generator(request.seed, "sample", i) for i in range(len(prompts))]
-    told = write_grid(request.out, request.media(prompts, seeds), request.count, request.fps)
-    return f"{told}: {request.out}"
+    what = write_grid(request.out, request.media(prompts, seeds), request.count, request.fps)
+    return f"{what}: {request.out}"
 
 
 @dataclass(frozen=True)
 class Medium:
-    """One file of a folder."""
+    """Names one file of a folder."""
 
     prompt: str
     number: int
-    """Of the prompt, from 0."""
+    """Index of the prompt, from 0."""
     copy: int
+    """Index of the copy of this prompt, from 0."""
     fps: float | None = None
-    """Of a clip; None for a picture."""
+    """Frames per second of a clip; None for a picture."""
 
     @property
     def id(self) -> str:
-        """Says nothing of the prompt, which may hold any character."""
+        """Indices of prompt and copy; the prompt itself may hold any character."""
         return f"{self.number:06d}-{self.copy:02d}"
 
     @property
     def file_name(self) -> str:
-        """Within the folder."""
+        """Name of the file within the folder."""
         return f"{self.id}.{'mp4' if self.fps else 'png'}"
 
 
 def _folder(request: Request) -> str:
-    """A file for each of them; a batch is drawn whole, so that where a kill fell changes no bit."""
+    """Write a file per prompt and copy; batches are drawn whole, so a resumed folder is equal."""
     out, size = request.out, request.micro_batch
     media = [
         Medium(prompt, number, copy, request.fps)
@@ -245,7 +252,7 @@ def _folder(request: Request) -> str:
 
 
 def _draw(request: Request, batch: Sequence[Medium]) -> int:
-    """Draw a batch, and write what is absent of it; how many these are."""
+    """Draw a batch, and write its absent files; returns their number."""
     from flowalign.utils.seeds import generator
 
     seeds = [generator(request.seed, "sample", one.number, one.copy) for one in batch]
@@ -278,10 +285,10 @@ def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
 
 
 def _list(out: Path, media: Sequence[Medium], seed: int) -> None:
-    """List those that are there, in order, in a form that `flowalign score` and training read."""
+    """List the existing files in order, in a form that `flowalign score` and training read."""
     absent = set(_absent(out, media))
-    there = [one for one in media if one not in absent]
-    write_text(out / LISTING, "".join(_lines(there, seed)))
+    existing = [one for one in media if one not in absent]
+    write_text(out / LISTING, "".join(_lines(existing, seed)))
 
 
 def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:

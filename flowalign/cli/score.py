@@ -43,17 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("data", help="folder of media or parquet files, or a .jsonl, .json, .csv, .parquet file")
     add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
-    add("--out", required=True, metavar="FOLDER", help="the same one again goes on where it was")
-    add("--schema", default="auto", help="default: by the columns")
+    add("--out", required=True, metavar="FOLDER", help="a folder of an earlier run is resumed")
+    add("--schema", default="auto", help="default: detected by the columns")
     add("--root", metavar="FOLDER", help="where relative paths begin; default: beside the data")
     add("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
-    add("--batch_size", type=int, default=32, help="media a batch, default 32")
+    add("--batch_size", type=int, default=32, help="media per batch, default 32")
     add("--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads that decode")
-    add("--limit", type=int, help="only the first so many records")
-    add("--max_frames", type=int, help="of a video, so many evenly spaced frames; default: all")
-    add("--max_failed_fraction", type=float, default=0.05, help="of the rows, default 0.05")
+    add("--limit", type=int, help="number of records, from the first one; default: all")
+    add("--max_frames", type=int, help="evenly spaced frames of a video; default: all")
+    add("--max_failed_fraction", type=float, default=0.05, help="share of rows, default 0.05")
     several = parser.add_mutually_exclusive_group()
-    several.add_argument("--processes", type=int, default=1, help="on this machine")
+    several.add_argument("--processes", type=int, default=1, help="processes on this machine")
     several.add_argument(
         "--shard",
         metavar="i/n",

@@ -1,4 +1,4 @@
-"""`flowalign serve-reward`: a reward server over HTTP."""
+"""Runs `flowalign serve-reward`: serves reward models over HTTP."""
 
 import argparse
 import ipaddress
@@ -9,13 +9,13 @@ LOOPBACK = ("localhost", "::1")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of the verb; nothing heavy is imported."""
+    """Add the options of `flowalign serve-reward`."""
     parser.add_argument("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument("--port", type=int, default=8411)
     parser.add_argument("--max_batch", type=int, default=64, help="samples per call of a model")
     parser.add_argument(
-        "--max_wait_ms", type=float, default=3.0, help="a request waits so long for company"
+        "--max_wait_ms", type=float, default=3.0, help="wait of a request for others in its batch"
     )
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds per request, at most")
     parser.add_argument("--max_request_mb", type=float, default=256.0)
@@ -28,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until interrupted."""
+    """Serve until interrupted; returns 0.
+
+    Raises:
+        ConfigError: The options or the rewards need a correction by the user.
+    """
     from flowalign.rewards.config import load_rewards
     from flowalign.rewards.server import Limits, Service
     from flowalign.utils.errors import ConfigError
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return whether only this machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -65,7 +69,7 @@ def is_loopback(host: str) -> bool:
 
 
 def snippet(service, url: str) -> str:
-    """The lines of a run file that use a server."""
+    """Return the lines of a run file that use a server's models."""
     lines = ["rewards:"]
     for name, batcher in service.batchers.items():
         spec = batcher.model.spec
@@ -77,7 +81,7 @@ def snippet(service, url: str) -> str:
 
 
 def application(service):
-    """The HTTP side. ValueError where its libraries are not installed."""
+    """Build the HTTP application; raises ValueError if its libraries are not installed."""
     try:
         from fastapi import FastAPI, Request
         from fastapi.responses import JSONResponse

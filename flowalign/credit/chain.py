@@ -32,7 +32,7 @@ def step_credit(
     earned: Float[Tensor, "B n R"],
     marked: Bool[Tensor, "B n"] | None = None,
 ) -> StepCredit:
-    """Spread credit of the given steps, some marked, over all; others earn 0, are not trained."""
+    """Return credit over all steps: the given ones, some marked; others get 0, untrained."""
     value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
     value[:, list(steps)] = earned
     everywhere = None

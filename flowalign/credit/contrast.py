@@ -39,7 +39,7 @@ def contrast(
 class Contrast(CreditEstimator):
     """All steps of a sample earn its score if it is the best or worst of its initial noise.
 
-    Scores are outcomes compared within the prompt. Siblings are required, by a `seeds_per_prompt`
+    Scores are outcomes compared within the prompt. It requires siblings, by a `seeds_per_prompt`
     below samples_per_prompt or by trees, and advantage_scale given.
     """
 

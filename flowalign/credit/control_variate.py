@@ -28,10 +28,8 @@ def explained(
     known = (before.isfinite() & after.isfinite()).all(1)
     index = group[known].unique(return_inverse=True)[1]
     x, y = (v[known] - group_mean(v[known], index) for v in (before, after))
-    sibling_noise_scale = (x * x).sum(0)
-    return ((x * y).sum(0) / torch.where(sibling_noise_scale > 0, sibling_noise_scale, 1.0)).clamp(
-        0, 1
-    )
+    variation = (x * x).sum(0)
+    return ((x * y).sum(0) / torch.where(variation > 0, variation, 1.0)).clamp(0, 1)
 
 
 @dataclass(frozen=True)

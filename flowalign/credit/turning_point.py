@@ -82,9 +82,9 @@ class TurningPoint(CreditEstimator):
     constraint: Constraint = "consistent"
     """Definition of a turning point. consistent: Def. 5.1 of the paper. none: Def. 4.1."""
     first_step: bool = True
-    """Whether the first step may be a turning point."""
+    """Let the first step be a turning point."""
     balance: bool = True
-    """Whether to keep as many turning points of rising as of falling trajectories per prompt."""
+    """Keep as many turning points of rising as of falling trajectories per prompt."""
     dead_zone: float = 0.0
     """Largest change of value that has no sign, in units of the reward. 0 suits noiseless
     rewards."""

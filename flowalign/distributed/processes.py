@@ -1,4 +1,4 @@
-"""Work together with other processes: ranks, gathering small tensors, summing gradients."""
+"""Coordinate processes: ranks and devices, gathering small tensors, summing gradients."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

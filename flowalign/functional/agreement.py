@@ -1,4 +1,4 @@
-"""Measure how well scores agree with people: accuracy with and without ties, calibration.
+"""Measure how well scores agree with people: accuracy, correlation and calibration.
 
 For a pair (A, B), `lead` is the score of A minus that of B; `human` is 1 where people preferred A,
 -1 where they preferred B, and 0 for a tie; `share` is the share of the votes for A, a tie counting

@@ -20,7 +20,7 @@ from torch import Tensor
 from flowalign.functional.matching import per_row
 
 Prediction = Literal["epsilon", "v_prediction", "sample"]
-"""What a network predicts: the noise, v = alpha noise - s data, or the data."""
+"""Quantity that a network predicts: the noise, v = alpha noise - s data, or the data."""
 
 
 def flow_sigmas(alphas_cumprod: Float[Tensor, "S"]) -> Float[Tensor, "S"]:

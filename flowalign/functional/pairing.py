@@ -84,7 +84,7 @@ def stages_by_score(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
 
 
 def stages_by_rank(gap: Float[Tensor, "m"], count: int) -> Int[Tensor, "m"]:
-    """Return stages as `stages_by_score` does, each with equally many new pairs, up to one.
+    """Return stages as `stages_by_score` does, with equal numbers of new pairs to within one.
 
     Source: Curriculum-DPO, arXiv:2405.13637, which divides by rank in the paper.
     """

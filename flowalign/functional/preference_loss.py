@@ -107,7 +107,7 @@ def linear_dpo(
 
 
 def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[Tensor, "m"]:
-    """Return clip(0.2 beta gap + 1/2, floor, 1 - floor) for DPO's sigmoid(beta gap / 2).
+    """Return clip(0.2 beta gap + 1/2, floor, 1 - floor), where DPO has sigmoid(beta gap / 2).
 
     Source: Linear-DPO, arXiv:2605.21123, and its code; the tangent of the sigmoid at gap 0 would be
     0.125 beta gap + 1/2.
@@ -159,7 +159,7 @@ def mapo_likelihood(error: Float[Tensor, "n"], s: float) -> Float[Tensor, "n"]:
 # Rows ---------------------------------------------------------------------------------------------
 
 Utility = Literal["sigmoid", "loss_averse", "risk_seeking"]
-"""How gains are valued. sigmoid: flattens for gains and losses. loss_averse (log sigmoid): flattens
+"""Utility of a gain. sigmoid: flattens for gains and losses. loss_averse (log sigmoid): flattens
 for gains only. risk_seeking (softplus): flattens for losses only."""
 
 _UTILITIES = {"sigmoid": torch.sigmoid, "loss_averse": logsigmoid, "risk_seeking": softplus}

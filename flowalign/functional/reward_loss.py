@@ -238,7 +238,7 @@ def _spread(log_sigma_a: Tensor, log_sigma_b: Tensor) -> Tensor:
 
 
 def _without(score: Tensor, mask: Tensor) -> Tensor:
-    """Make scores outside the mask lose every comparison; finite, so that gradients are."""
+    """Make scores outside the mask lose every comparison; they stay finite, as do gradients."""
     return torch.where(mask, score, torch.finfo(score.dtype).min)
 
 

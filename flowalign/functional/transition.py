@@ -45,8 +45,8 @@ class Kernel(ABC):
     """Defines a family of transitions, indexed by its noise level eta."""
 
     density: Density = "gaussian"
-    """How a transition is scored: "gaussian" by its log-density, "unit" by -mean((x_next -
-    mean)^2), as CPS code does."""
+    """Score of a transition: "gaussian" is the log-density, "unit" is -mean((x_next - mean)^2), as
+    CPS code uses."""
 
     @abstractmethod
     def coefficients(

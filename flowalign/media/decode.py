@@ -60,7 +60,7 @@ def decode(
 
     An image is one frame. A folder of images is a clip at the rate of the medium, in the natural
     order of names. A video's own rate goes before that, its mean rate if frames come unevenly. EXIF
-    data turn images, which lose their transparency; the display matrix turns videos.
+    data turn images, which also lose transparency; a display matrix turns videos.
 
     Raises:
         MediaProblem: the file is missing, damaged, empty or of an unknown kind, or lacks frames
@@ -269,7 +269,7 @@ def _count(source: Path | io.BytesIO, name: str) -> int:
 
 
 def _ends(source: Path | io.BytesIO, trailer: bytes) -> bool:
-    """Return whether the last bytes are these, less the padding that some programs append."""
+    """Return whether the last bytes are these, ignoring padding that some programs append."""
     data = source.getvalue() if isinstance(source, io.BytesIO) else source.read_bytes()
     return data.rstrip(b"\0\r\n\t ").endswith(trailer)
 

@@ -32,7 +32,7 @@ class Display:
         self._turn: _Turn | None = None
 
     def show(self, frame: Any) -> np.ndarray:
-        """Return [height, width, RGB]; raise MediaProblem if a clip's turn is no right angle."""
+        """Return frames as [height, width, RGB]; raise MediaProblem if a turn is no right angle."""
         self._turn = self._turn or _turn(frame, self.name)
         pixels = self._converter.reformat(frame, format="rgb24").to_ndarray()
         pixels = pixels.transpose(1, 0, 2) if self._turn.swapped else pixels

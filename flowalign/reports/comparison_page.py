@@ -90,7 +90,7 @@ def page(
 
 
 def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes along which every run had costs; stored pairs ask no reward, for example.
+    """Return the axes along which every run had costs; stored pairs call no reward, for example.
 
     All axes are returned where no run has gone beyond its first evaluation.
     """

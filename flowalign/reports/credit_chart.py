@@ -31,7 +31,7 @@ class CreditRecord:
     prompt: str
     method: str
     rule: str
-    """How the method credits a step, in a sentence."""
+    """Sentence that says how the method credits a step."""
     weights: dict[str, float]
     """Weights of the reward dimensions that count."""
     sigmas: list[float]
@@ -89,8 +89,8 @@ def _draw_heading(sheet: Sheet, record: CreditRecord) -> None:
 def _draw_paths(sheet: Sheet, record: CreditRecord, pictures: Pictures) -> None:
     """Draw some samples, a row each: states with their images, and between them the steps."""
     scale, side = Scale(record.credit), _side(record)
-    sheet.line("Along the way", 0.26, fontsize=11, fontweight="bold")
-    what = "Pictures: what the sampler would make of a state without more noise, and its reward."
+    sheet.line("States, and the steps between them", 0.26, fontsize=11, fontweight="bold")
+    what = "Pictures: each state completed by the ODE, without more noise, and its reward."
     sheet.line(what, color=SOFT)
     scale.draw(sheet, "Credit of a step")
     if record.marked is not None:
@@ -203,13 +203,13 @@ def _draw_branches(
     """Draw all samples as rows that are joined where states are shared; outcomes at the right."""
     scale, rows = Scale(record.advantage), range(min(len(record.advantage), MOST_ROWS))
     height = 0.62 if len(rows) <= 24 else 0.42
-    title = f"From the shared start to the pictures: {_how_many(record)}"
+    title = f"From shared states to finished pictures: {_how_many(record)}"
     sheet.line(title, 0.26, fontsize=11, fontweight="bold")
-    what = "A row is a sample. Where a bar spans several rows, these samples are still one."
+    what = "A row is a sample. Where a bar spans several rows, these samples share one state."
     sheet.line(what, color=SOFT)
-    sheet.line("Bars that part from one bar are alternatives: compare their pictures.", color=SOFT)
+    sheet.line("Bars that branch off one bar are alternatives: compare their pictures.", color=SOFT)
     if len({row[0] for row in source_row}) > 1:
-        sheet.line("A line lies between samples of different initial noise.", color=SOFT)
+        sheet.line("Lines separate samples of different initial noise.", color=SOFT)
     scale.draw(sheet, "Advantage")
     for i, k in enumerate(record.trained):
         _draw_bars(sheet, record, source_row, scale, (i, k), height)

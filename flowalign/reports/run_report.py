@@ -28,11 +28,11 @@ _WIDEST, _HEAVIEST = 1600, 500_000
 """Width in pixels to which an image with text is reduced, and bytes at which it becomes JPEG."""
 _HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
 _CHECKS = {
-    "loss_at_start": ("loss before any update", "that of equal networks"),
+    "loss_at_start": ("loss before any update", "that of a policy equal to its reference"),
     "ratio_drift": ("largest |ratio - 1| before any update, denoising step", "near 0"),
     "moved_share": ("share of the trained parameters that an update has moved", "1"),
     "kl_gradient": ("size of the gradient of the KL term", "above 0"),
-    "rank_spread": ("difference between the weights of the ranks", "0"),
+    "max_rank_difference": ("difference between the weights of the ranks", "0"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Training reward models, and measuring how well scores agree with people."""
+"""Trains reward models, and measures how well scores agree with people."""

@@ -1,14 +1,13 @@
-"""The model card of a trained reward."""
+"""Writes the model card of a trained reward."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def card(config: Mapping[str, Any]) -> str:
-    """Markdown: dimensions, data, agreement with people, calibration, licence, how to use it."""
-    data = config["data"]
+    """Write Markdown: dimensions, data, agreement with people, calibration, licence, and use."""
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
     lines = [
         f"# {config['name']}",
@@ -16,43 +15,48 @@ def card(config: Mapping[str, Any]) -> str:
         f"A trained reward model of {config['modality']} media that needs {needs}. "
         f"Licence: {config['licence']}.",
         "",
-        "## Dimensions",
-        "",
-        *_dimensions(config),
-        "",
-        "## Data",
-        "",
-        *(f"- {key}: {_shown(value)}" for key, value in data.items()),
-        "",
-        "Records are divided by prompt: no prompt is in two parts. The held-out part decided when "
-        "training stopped, the temperatures and the tie thresholds; the test part decided nothing.",
-        "",
-        "## Agreement with people",
-        "",
-        *_agreement(config),
-        "",
-        "Accuracy: share of the pairs on which people decided that are ordered alike. With ties: "
-        "three-way accuracy, leads up to the threshold of the held-out part being ties. ECE: "
-        "expected calibration error of sigmoid(a - b) in calibrated units.",
-        "",
-        "## Parts",
-        "",
-        f"- backbone: `{json.dumps(config['backbone'])}`, "
-        f"fingerprint {config['backbone_fingerprint']}",
-        f"- head: `{json.dumps(config['head'])}`",
-        f"- best epoch: {config['best_epoch']}",
-        "",
-        "## Use",
-        "",
+        *_section("Dimensions", *_dimensions(config)),
+        *_section(
+            "Data",
+            *(f"- {key}: {_shown(value)}" for key, value in config["data"].items()),
+            "",
+            "Records are divided by prompt: no prompt is in two parts. The held-out part decided "
+            "when training stopped, the temperatures and the tie thresholds; the test part decided "
+            "nothing.",
+        ),
+        *_section(
+            "Agreement with people",
+            *_agreement(config),
+            "",
+            "Accuracy: share of the pairs on which people decided that are ordered alike. With "
+            "ties: three-way accuracy, leads up to the threshold of the held-out part being ties. "
+            "ECE: expected calibration error of sigmoid(a - b) in calibrated units.",
+        ),
+        *_section(
+            "Parts",
+            f"- backbone: `{json.dumps(config['backbone'])}`, "
+            f"fingerprint {config['backbone_fingerprint']}",
+            f"- head: `{json.dumps(config['head'])}`",
+            f"- best epoch: {config['best_epoch']}",
+        ),
+        *_section("Use", *_usage(config["dims"])),
+    ]
+    return "\n".join(lines)
+
+
+def _section(title: str, *lines: str) -> list[str]:
+    return [f"## {title}", "", *lines, ""]
+
+
+def _usage(dims: Sequence[str]) -> list[str]:
+    return [
         "```yaml",
         "rewards:",
         "  - class_path: reward_models.trained.TrainedReward",
         "    init_args: {path: PATH_OF_THIS_FOLDER}",
-        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in config["dims"]) + "}",
+        "reward_weights: {" + ", ".join(f"{d}: 1.0" for d in dims) + "}",
         "```",
-        "",
     ]
-    return "\n".join(lines)
 
 
 def _dimensions(config: Mapping[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Features of frozen backbones, computed once per medium, prompt and backbone, kept on disk.
+"""Caches features of frozen backbones: computed once per medium, prompt and backbone, on disk.
 
 <folder>/<fingerprint of the backbone>/<hash of its keys>.safetensors holds some hundred rows:
-`key` (SHA-256 of medium and prompt), `joint` and `prompt`. Files are written aside and renamed, and
-never changed: several processes may share a folder, and a kill loses at most one file's work.
+`key` (SHA-256 of medium and prompt), `joint` and `prompt`. Files are written atomically and never
+changed: several processes may share a folder, and a kill loses at most one file's work.
 """
 
 import hashlib
@@ -21,21 +21,21 @@ from flowalign.types import Backbone, MediaBatch
 from flowalign.utils.files import atomic_write
 
 PER_FILE = 256
-
+"""Samples that are embedded before their features are written to one file."""
 Frames = Callable[[Media], Tensor]
-"""Reads a medium to RGB in [0, 1], [F, 3, H, W]; ValueError or OSError where it cannot."""
+"""Reads a medium to RGB in [0, 1], [F, 3, H, W]; raises ValueError or OSError if it cannot."""
 Key = bytes
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One medium and the prompt that it answers."""
+    """Holds one medium and the prompt that it answers."""
 
     media: Media
     prompt: str
 
     def key(self, reads_prompts: bool) -> Key:
-        """Identifies content, not names: equal bytes and prompts share their features."""
+        """Hash the content, not the name: equal bytes and prompts share their features."""
         data = self.media.data
         if data is None:
             if self.media.path is None:
@@ -46,14 +46,18 @@ class Sample:
 
 
 class Embeddings:
-    """Features of samples under a loaded backbone, as it is now; kept in `folder`, if given."""
+    """Computes features of samples under a loaded backbone as it is now; caches them in `folder`.
+
+    Without a folder they are only kept in memory.
+    """
 
     def __init__(self, backbone: Backbone, frames: Frames, folder: Path | None = None):
         self.backbone, self.frames = backbone, frames
         self.folder = folder / backbone.fingerprint if folder else None
         self.num_computed = 0
+        """Number of features that were computed, not found in the cache."""
         self.num_damaged = 0
-        """Files of the cache that could not be read; they were deleted and computed again."""
+        """Number of unreadable files of the cache; they were deleted and are computed again."""
         self._known: dict[Key, tuple[Tensor, Tensor]] = {}
         if self.folder:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -61,10 +65,10 @@ class Embeddings:
                 self._read(file)
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[Features, dict[int, str]]:
-        """Features, one row per sample, and which could not be had, with the reason (a row of NaN).
+        """Return features, a row per sample, and by index why samples failed (their row is NaN).
 
         Raises:
-            ValueError: none of them could.
+            ValueError: All samples failed.
         """
         failed: dict[int, str] = {}
         keys: list[Key | None] = []
@@ -133,7 +137,7 @@ class Embeddings:
 def embed_samples(
     backbone: Backbone, frames: Frames, samples: Sequence[Sample]
 ) -> tuple[Features, dict[int, str]]:
-    """Read and embed samples, those of one shape together; NaN and a reason for what fails.
+    """Read and embed samples, those of one shape together; failures get NaN and a reason.
 
     Features are on the CPU, in float32, and keep the gradient of an adapter.
     """

@@ -1,7 +1,7 @@
-"""How well the scores of a table agree with what people said.
+"""Measures how well the scores of a table agree with people's labels.
 
-Every scored dimension is held against every human column. Of ranks and votes, media of one record
-are compared; of ratings, media of one prompt. Which two are compared never depends on the scores;
+Every scored dimension is compared with every human column. For ranks and votes, media of one record
+are compared; for ratings, media of one prompt. Which two are compared never depends on the scores;
 a pair without two valid scores is counted as unscored, not as wrong.
 """
 
@@ -24,32 +24,34 @@ MEASURES = {
     "ece": "expected calibration error",
     "ece_calibrated": "expected calibration error, held-out temperature",
 }
-"""What is measured of every scored dimension and human column, for people."""
+"""Names of the measures of every scored dimension and human column, with readable labels."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A number with its bootstrap interval; NaN where it cannot be told."""
+    """Holds a number with its bootstrap interval; NaN where it is undefined."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
     n: int = 0
-    """Pairs; of Kendall's tau groups, of Spearman's correlation media."""
+    """Number of pairs; for Kendall's tau of groups, for Spearman's correlation of media."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the numbers depend on besides the table."""
+    """Configures the bootstrap, the calibration curve and the folds."""
 
     repeats: int = 500
-    """Of the bootstrap, which draws prompts; 0 leaves intervals out."""
+    """Number of bootstrap resamples, which draw prompts; 0: no intervals."""
     num_bins: int = 10
+    """Number of bins of the calibration curve."""
     num_folds: int = 2
+    """Number of parts of the prompts for held-out thresholds and temperatures."""
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be done."""
+        """Refuse numbers that are too small."""
         for name, least in (("repeats", 0), ("num_bins", 1), ("num_folds", 2)):
             if (value := vars(self)[name]) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -61,7 +63,7 @@ def evaluate(
     scores: Sequence[str] | None = None,
     humans: Sequence[str] | None = None,
 ) -> "Content":
-    """All measures of the chosen columns, by default of all, as `eval.json` holds them."""
+    """Compute all measures of the chosen columns (default: all), as `eval.json` holds them."""
     dims = _chosen(scores, list(table.scores), "scored dimension")
     columns = _chosen(humans, list(table.humans), "human column")
     results = []
@@ -135,7 +137,7 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
         settings,
         int((human != 0).sum()),
     )
-    # It depends on the order of the rows, which a resample has not.
+    # No interval: it depends on the order of the rows, which a resample does not have.
     videoalign = agreement.videoalign_accuracy_with_ties(lead, human)
     return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
 
@@ -143,7 +145,7 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
 def _row_measures(
     table: "ScoredTable", dim: str, column: str, settings: Settings
 ) -> dict[str, Measure]:
-    """Correlations: Kendall's inside groups; Spearman's of ratings, which have one scale."""
+    """Compute Kendall's tau within groups, and Spearman's of ratings, which have one scale."""
     from flowalign.functional import agreement, resampling
     from flowalign.reward_training.pairs import groups
 
@@ -162,7 +164,7 @@ def _row_measures(
 
 
 def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
-    """Agreement of verdicts on the same two media in both orders; n is 0 where there are none."""
+    """Measure how often verdicts agree on two media in both orders; n is 0 without such pairs."""
     from flowalign.functional import resampling
     from flowalign.reward_training.pairs import both_orders
 
@@ -172,7 +174,7 @@ def _swaps(table: "ScoredTable", dim: str, settings: Settings) -> Measure:
 
 
 def _measured(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measure:
-    """The statistic of all rows, and its interval."""
+    """Return the statistic of all rows, with its interval."""
     import torch
 
     from flowalign.functional.resampling import bootstrap
@@ -186,7 +188,7 @@ def _measured(statistic: Any, cluster: Any, settings: Settings, n: int) -> Measu
 
 
 def _generator(settings: Settings) -> Any:
-    """The same for every measure, so that they see the same resamples."""
+    """Return the same generator for every measure, so that all see the same resamples."""
     import torch
 
     return torch.Generator().manual_seed(settings.seed)

@@ -1,4 +1,4 @@
-"""How well trained scores agree with the labels, per dimension, and their calibration."""
+"""Measures agreement of trained scores with labels, per dimension, and calibrates the scores."""
 
 import math
 from collections.abc import Mapping
@@ -26,10 +26,11 @@ def figures(
     kind: LabelKind,
     tie_threshold: float | None = None,
 ) -> Figures:
-    """Accuracy over pairs without and with ties, its number of pairs, and calibration.
+    """Compute accuracy over pairs without and with ties, the number of pairs, and calibration.
 
-    Leads up to `tie_threshold` count as ties; with None, that with the highest accuracy on these
-    very pairs (optimistic). Votes decide for the majority. Ratings add Spearman's correlation.
+    Leads up to `tie_threshold` count as ties; None takes the threshold with the highest accuracy on
+    these very pairs (optimistic). Votes decide for the majority. Ratings add Spearman's
+    correlation.
     """
     pairs = pairs_of(labels, kind)
     a, b = pairs.of(score)
@@ -52,7 +53,7 @@ def figures(
 def tie_threshold(
     score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
 ) -> float:
-    """The lead up to which pairs are best called ties; -1 where none is, NaN without pairs."""
+    """Return the lead up to which pairs are best called ties; -1: none are, NaN: no pairs."""
     pairs = pairs_of(labels, kind)
     a, b = pairs.of(score)
     return best_tie_threshold(a - b, (pairs.target - 0.5).sign().long()).threshold
@@ -61,9 +62,9 @@ def tie_threshold(
 def calibrated(
     score: Float[Tensor, "B m"], labels: Float[Tensor, "B m"], kind: LabelKind
 ) -> float | None:
-    """T such that sigmoid((a - b) / T) is the likeliest of these pairs; None where there is none.
+    """Return the temperature T with the highest likelihood of sigmoid((a - b) / T) on these pairs.
 
-    There is none without pairs, where scores say nothing, and where they are never wrong.
+    It is None without pairs, if scores say nothing, and if they are never wrong.
     """
     pairs = pairs_of(labels, kind)
     a, b = pairs.of(score)
@@ -76,7 +77,7 @@ def calibrated(
 def units(
     scores: Float[Tensor, "B m R"], labels: Float[Tensor, "B m R"]
 ) -> tuple[Float[Tensor, "R"], Float[Tensor, "R"]]:
-    """Mean and standard deviation per dimension over the candidates that have a label there.
+    """Return mean and standard deviation per dimension over the candidates with a label there.
 
     A dimension that does not vary keeps the standard deviation 1.
     """

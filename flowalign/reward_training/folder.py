@@ -1,4 +1,4 @@
-"""What a training leaves: state to resume from, and a folder that holds the trained reward.
+"""Saves the state to resume a training from, and the folder that holds the trained reward.
 
 model/
     model.safetensors   rater.* (head, statistics, units) and backbone.* (adapters, if any)
@@ -31,7 +31,7 @@ FORMAT = "flowalign trained reward 1"
 
 @dataclass(frozen=True)
 class About:
-    """What the folder says besides what was learned."""
+    """Describes a trained reward, for its folder: everything but what was learned."""
 
     name: str
     licence: str
@@ -39,12 +39,13 @@ class About:
     backbone: Mapping[str, Any]
     """Class path and arguments, as in a run file."""
     head: Mapping[str, Any]
+    """Class path and arguments, as in a run file."""
     data: Mapping[str, Any]
-    """Where the preferences came from and their fingerprint."""
+    """Sources of the preferences, their fingerprint, and numbers of records."""
 
 
 def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
-    """Everything that the rest of the training depends on, written aside and renamed."""
+    """Write everything that the rest of the training depends on, atomically."""
     tensors = {f"now.{n}": p for n, p in trainer.trained().items()}
     tensors |= {f"best.{n}": t for n, t in trainer.best.items()}
     for name, parameter in trainer.trained().items():
@@ -63,10 +64,10 @@ def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
 
 
 def restore_state(path: Path, trainer: RewardTrainer, data: str) -> None:
-    """Go on where `save_state` was called.
+    """Restore a trainer to the state in which `save_state` was called.
 
     Raises:
-        ValueError: the file is damaged, or is of other data, another backbone or another head.
+        ValueError: The file is damaged, or is of other data, another backbone or another head.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -143,7 +144,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]
 
 
 def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
-    """Set the units of every dimension; returns the temperatures, None where there is none."""
+    """Set the units of every dimension; returns its temperature, None if it has none."""
     preferences, rater = trainer.preferences, trainer.rater
     held = preferences.rows("held_out")
     score = trainer.scores(held).score
@@ -163,7 +164,7 @@ def _calibrate(trainer: RewardTrainer) -> dict[str, float | None]:
 
 
 def _figures(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
-    """Per part and dimension, in calibrated units; ties as is best on the held-out records."""
+    """Compute figures per part and dimension in calibrated units; held-out records set the ties."""
     preferences, found = trainer.preferences, {}
     score = {}
     for part in PARTS:
@@ -184,7 +185,7 @@ def _figures(trainer: RewardTrainer) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null."""
+    """Replace numbers that are not finite by null, since JSON has no NaN."""
     if isinstance(value, Mapping):
         return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -202,7 +203,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 
 def _swap(new: Path, folder: Path) -> None:
-    """Rename; what was there before stays until the new folder has its name."""
+    """Rename a folder; an earlier one of that name is only deleted afterwards."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Records of preference datasets as one table of samples, candidates and labels."""
+"""Gathers records of preference datasets into one table of samples, candidates and labels."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,27 +19,27 @@ PARTS: tuple[Part, ...] = ("train", "held_out", "test")
 
 @dataclass(frozen=True)
 class Preferences:
-    """B records with up to m candidates each, and what people said in R dimensions."""
+    """Holds B records with up to m candidates each, and people's labels in R dimensions."""
 
     samples: Sequence[Sample]
     """Every candidate of every record, one after the other."""
     candidate: Int[Tensor, "B m"]
-    """Its row in `samples`; -1 where a record has fewer."""
+    """Row of each candidate in `samples`; -1 where a record has fewer than m."""
     labels: Float[Tensor, "B m R"]
-    """NaN where there is none."""
+    """Rank, share of votes or rating of each candidate; NaN where there is no label."""
     part: Int[Tensor, "B"]
     """Index into PARTS; records with the same prompt are in the same part."""
     num_unlabelled: int = 0
-    """Records without a label in any of the dimensions; left out."""
+    """Number of records without a label in any of the dimensions; they are left out."""
     problems: Sequence[str] = ()
-    """Of records that could not be read; left out."""
+    """Problems of records that could not be read; they are left out."""
 
     def rows(self, part: Part) -> Int[Tensor, "n"]:
-        """The records of a part."""
+        """Return the indices of the records of a part."""
         return (self.part == PARTS.index(part)).nonzero().flatten()
 
     def fingerprint(self) -> str:
-        """A hash of all prompts and labels and of where they went, not of the media."""
+        """Return a hash of all prompts, labels and parts, but not of the media."""
         digest = hashlib.sha256()
         for sample in self.samples:
             digest.update(sample.prompt.encode() + b"\0")
@@ -48,7 +48,7 @@ class Preferences:
         return digest.hexdigest()[:16]
 
     def without(self, failed: Iterable[int]) -> "Preferences":
-        """The same, with no label for the candidates in these rows of `samples`."""
+        """Return a copy without the labels of the candidates in these rows of `samples`."""
         gone = torch.isin(self.candidate, torch.tensor(sorted(failed), dtype=torch.long))
         labels = self.labels.masked_fill(gone[..., None], torch.nan)
         return Preferences(
@@ -62,12 +62,12 @@ def gather(
     seed: int,
     shares: tuple[float, float],
 ) -> Preferences:
-    """The table of all records that say something about one of the dimensions.
+    """Gather all records with a label in at least one dimension into a table.
 
-    `shares` of the prompts are held out, and kept for the test.
+    `shares` are the shares of the prompts in the held-out part and in the test part.
 
     Raises:
-        ValueError: a dimension has no label at all, or there are too few prompts to divide.
+        ValueError: A dimension has no label at all, or there are too few prompts to divide.
     """
     kept: list[Record] = []
     problems: list[str] = []
@@ -75,7 +75,7 @@ def gather(
     for record in records:
         if record.problem:
             problems.append(record.problem)
-        elif any(_said(record, dim, kind) for dim, kind in kinds.items()):
+        elif any(_labels(record, dim, kind) for dim, kind in kinds.items()):
             kept.append(record)
         else:
             unlabelled += 1
@@ -91,17 +91,17 @@ def gather(
         candidate[i, :m] = torch.arange(len(samples), len(samples) + m)
         samples += [Sample(medium, record.prompt) for medium in record.media]
         for d, (dim, kind) in enumerate(kinds.items()):
-            if said := _said(record, dim, kind):
-                labels[i, :m, d] = torch.tensor(said, dtype=torch.float32)
+            if found := _labels(record, dim, kind):
+                labels[i, :m, d] = torch.tensor(found, dtype=torch.float32)
     _check(labels, kinds, kept)
     part = _parts([r.prompt for r in kept], seed, shares)
     return Preferences(samples, candidate, labels, part, unlabelled, problems)
 
 
-def _said(record: Record, dim: str, kind: LabelKind) -> Sequence[float]:
-    """Ranks, votes or ratings of a dimension; a comparison needs two candidates."""
-    said = _tables(record)[kind].get(dim, ())
-    return said if kind == "ratings" or len(said) > 1 else ()
+def _labels(record: Record, dim: str, kind: LabelKind) -> Sequence[float]:
+    """Return ranks, votes or ratings of a dimension; empty if fewer than two are compared."""
+    found = _tables(record)[kind].get(dim, ())
+    return found if kind == "ratings" or len(found) > 1 else ()
 
 
 def _tables(record: Record) -> dict[LabelKind, Mapping[str, Sequence[float]]]:
@@ -121,7 +121,7 @@ def _check(
 
 
 def _parts(prompts: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[Tensor, "B"]:
-    """Part of each record, by its prompt: the same prompt, whatever its case, is never in two."""
+    """Assign records to parts by their prompts; a prompt, whatever its case, is in one part."""
     plain = [" ".join(p.casefold().split()) for p in prompts]
     order = sorted(set(plain), key=lambda p: hashlib.sha256(f"{seed}:{p}".encode()).digest())
     sizes = [max(round(share * len(order)), 1) if share else 0 for share in shares]

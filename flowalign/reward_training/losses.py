@@ -1,4 +1,4 @@
-"""What a dimension learns from: labels of any kind, and the loss that reads them."""
+"""Defines the losses of reward dimensions, and the kinds of labels that they learn from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,14 @@ LabelKind = Literal["ranks", "votes", "ratings"]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of candidates that people compared, a pair of a record of m being i < j."""
+    """Lists the pairs a < b of candidates of one record that people compared."""
 
     record: Int[Tensor, "n"]
+    """Index of the record of each pair."""
     a: Int[Tensor, "n"]
+    """Index of its first candidate in the record."""
     b: Int[Tensor, "n"]
+    """Index of its second candidate in the record."""
     target: Float[Tensor, "n"]
     """Probability that a is better: 1, 0.5 for a tie, 0, or a share of votes in between."""
 
@@ -30,15 +33,15 @@ class Pairs:
         return len(self.target)
 
     def of(self, table: Float[Tensor, "B m"]) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"]]:
-        """The entries of both candidates of every pair."""
+        """Return the entries of a table for both candidates of every pair."""
         return table[self.record, self.a], table[self.record, self.b]
 
 
 def pairs_of(labels: Float[Tensor, "B m"], kind: LabelKind) -> Pairs:
-    """All labelled pairs of B records of up to m candidates; NaN is no label.
+    """Find all labelled pairs of B records of up to m candidates; NaN is no label.
 
-    Of ranks the lower and of ratings the higher is better, equal ones tie; of votes the target is
-    the share that a has of their votes (two without any vote were not compared).
+    The lower rank and the higher rating is better, and equal ones tie; for votes the target is the
+    share that a has of their votes (two candidates without any vote were not compared).
     """
     a, b = torch.triu_indices(labels.shape[1], labels.shape[1], offset=1)
     first, second = labels[:, a], labels[:, b]
@@ -52,45 +55,45 @@ def pairs_of(labels: Float[Tensor, "B m"], kind: LabelKind) -> Pairs:
 
 
 class RewardLoss(nn.Module, ABC):
-    """Scores and labels of one dimension to a loss per item (pair, list or rating) with a label.
+    """Computes a loss per labelled item (pair, list or rating) of one dimension from its scores.
 
-    What it learns itself, such as how often people see a tie, are its parameters.
+    Quantities that the loss learns itself, such as how often people see a tie, are its parameters.
     """
 
     reads: tuple[LabelKind, ...]
-    """Kinds of labels that it understands."""
+    """Kinds of labels that it can read."""
     needs_variance: bool = False
-    """Whether the head must say how unsure it is."""
+    """Whether the head must predict a log variance."""
     compares: bool = True
-    """Scores mean only differences; else they are in the units of the ratings."""
+    """Whether only differences of scores matter; otherwise scores are in units of the ratings."""
 
     @abstractmethod
     def forward(
         self, ratings: Ratings, labels: Float[Tensor, "B m"], kind: LabelKind
     ) -> Float[Tensor, "n"]:
-        """One loss per labelled item; scores and log variances are [B, m]. NaN is no label."""
+        """Return one loss per labelled item; scores and log variances are [B, m], NaN no label."""
 
     def learned(self) -> Mapping[str, float | list[float]]:
-        """What it learned, by name, for the model card."""
+        """Return the learned quantities by name, for the model card."""
         return {}
 
 
 class BradleyTerry(RewardLoss):
-    """Cross-entropy under P(A) = sigmoid(a - b); ties and shares of votes are soft targets."""
+    """Computes the cross-entropy under P(A) = sigmoid(a - b); ties and votes are soft targets."""
 
     reads = ("ranks", "votes", "ratings")
 
+    @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         pairs = pairs_of(labels, kind)
         return losses.bradley_terry(*pairs.of(ratings.score), pairs.target)
 
 
 class BradleyTerryTies(RewardLoss):
-    """Bradley-Terry with ties of Rao and Kupper; k, how readily people see one, is learned.
+    """Extends Bradley-Terry by ties of Rao and Kupper; k, how readily people see one, is learned.
 
-    `tie_share` is the probability of a tie at equal scores to begin with; with `learn_k` false it
-    stays. The 2/3 of VideoAlign's k = 5 is the default.
+    `tie_share` is the initial probability of a tie at equal scores; with `learn_k` false it stays.
+    The default 2/3 is that of VideoAlign's k = 5.
     """
 
     reads = ("ranks", "ratings")
@@ -103,16 +106,16 @@ class BradleyTerryTies(RewardLoss):
 
     @property
     def log_k(self) -> Float[Tensor, ""]:
-        """Positive; at equal scores a tie has (k - 1) / (k + 1)."""
+        """Logarithm of k, positive; at equal scores a tie has probability (k - 1) / (k + 1)."""
         return nn.functional.softplus(self.raw) + 1e-4
 
+    @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         pairs = pairs_of(labels, kind)
         return losses.bt_with_ties(*pairs.of(ratings.score), pairs.target, self.log_k)
 
+    @override
     def learned(self) -> Mapping[str, float | list[float]]:
-        """See `RewardLoss`."""
         return {"k": float(self.log_k.detach().exp())}
 
 
@@ -128,33 +131,32 @@ class _WithVariance(RewardLoss):
 
 
 class Thurstone(_WithVariance):
-    """Probit with a variance per sample: P(A) = Phi((a - b) / sqrt(var_a + var_b))."""
+    """Computes the probit loss of P(A) = Phi((a - b) / sqrt(var_a + var_b)), var per sample."""
 
+    @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         return losses.thurstone(*self._terms(ratings, labels, kind))
 
 
 class Uncertainty(_WithVariance):
-    """Expected Bradley-Terry loss over uncertain scores, as HPSv3, by Gauss-Hermite quadrature.
+    """Averages Bradley-Terry over uncertain scores, as HPSv3, by Gauss-Hermite quadrature.
 
-    -log sigmoid is convex, so doubt only ever adds to this loss: it regularises, and the variances
-    it leaves shrink on every sample alike. Where they are to say which samples people disagree
-    about, take `Thurstone`.
+    -log sigmoid is convex, so uncertainty only adds to this loss: it regularises, and the variances
+    shrink on every sample alike. To learn which samples people disagree about, take `Thurstone`.
     """
 
+    @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         return losses.uncertainty(*self._terms(ratings, labels, kind))
 
 
 class PlackettLuce(RewardLoss):
-    """-log probability of the ranking of each record, divided by the choices it consists of."""
+    """Computes -log probability of the ranking of each record, divided by its number of choices."""
 
     reads = ("ranks", "ratings")
 
+    @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         given = labels.isfinite()
         ranks = torch.where(given, labels if kind == "ranks" else -labels, 0.0)
         teaches = losses.has_order(ranks, given)
@@ -163,13 +165,12 @@ class PlackettLuce(RewardLoss):
 
 
 class VoteFraction(RewardLoss):
-    """KL from the shares of the votes to softmax(scores) over the candidates of a record."""
+    """Computes the KL from shares of votes to softmax(scores) over the candidates of a record."""
 
     reads = ("votes",)
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         given = labels.isfinite()
         share = torch.where(given, labels, 0.0)
         total = share.sum(1, keepdim=True)
@@ -178,7 +179,10 @@ class VoteFraction(RewardLoss):
 
 
 class Regression(RewardLoss):
-    """Squared error of the standardised ratings; with `delta`, Huber's loss that bends there."""
+    """Computes the squared error of standardised ratings, or Huber's loss if `delta` is given.
+
+    `delta`, in standard deviations of the ratings, is where the loss becomes linear.
+    """
 
     reads = ("ratings",)
     compares = False
@@ -191,7 +195,6 @@ class Regression(RewardLoss):
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         given = labels.isfinite()
         score, label = ratings.score[given], labels[given]
         if self.delta is None:
@@ -200,7 +203,7 @@ class Regression(RewardLoss):
 
 
 class Ordinal(RewardLoss):
-    """Proportional odds over the given levels of ratings, whose cuts are learned.
+    """Fits proportional odds over the given levels of ratings, whose cuts are learned.
 
     `levels` are all values that a rating can take; a rating between two is refused.
     """
@@ -218,13 +221,12 @@ class Ordinal(RewardLoss):
 
     @property
     def cuts(self) -> Float[Tensor, "cuts"]:
-        """Increasing: P(level <= l) = sigmoid(cuts[l] - score)."""
+        """Increasing cuts with P(level <= l) = sigmoid(cuts[l] - score)."""
         gaps = nn.functional.softplus(self.gaps) + 1e-4
         return torch.cat([self.first[None], self.first + gaps.cumsum(0)])
 
     @override
     def forward(self, ratings: Ratings, labels: Tensor, kind: LabelKind) -> Tensor:
-        """See `RewardLoss`."""
         given = labels.isfinite()
         levels = self.levels.to(labels.device)
         distance, level = (labels[given][:, None] - levels).abs().min(1)
@@ -233,6 +235,6 @@ class Ordinal(RewardLoss):
             raise ValueError(f"a rating of {worst:g} is none of the levels {self.levels.tolist()}")
         return losses.ordinal(ratings.score[given], level, self.cuts)
 
+    @override
     def learned(self) -> Mapping[str, float | list[float]]:
-        """See `RewardLoss`."""
         return {"cuts": self.cuts.detach().tolist()}

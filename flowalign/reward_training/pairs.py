@@ -1,4 +1,4 @@
-"""Scores and what people said, as tensors: read from a scored table and paired for comparison."""
+"""Reads scores and human labels of a scored table as tensors, and pairs them for comparison."""
 
 import json
 import math
@@ -13,43 +13,49 @@ from torch import Tensor
 
 from flowalign.functional.agreement import pairs_within
 
-BatchFields = Mapping[str, Sequence[Any]]
+Columns = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
 class ScoredTable:
-    """One row per medium."""
+    """Holds a scored table as columns, with one row per medium."""
 
     record: Int[Tensor, "n"]
+    """Number of the record of each row."""
     prompt: Int[Tensor, "n"]
-    """Rows without a prompt have their record's own number."""
+    """Number of the prompt of each row; without a prompt, a number of its record's own."""
     paths: Sequence[str | None]
     prompts: Sequence[str]
     scores: Mapping[str, Float[Tensor, "n"]]
-    """By dimension; NaN where invalid."""
+    """Scores by dimension; NaN where invalid."""
     humans: Mapping[str, Float[Tensor, "n"]]
-    """By column, such as rank/overall; higher is better, ranks being negated. NaN where unsaid."""
+    """Human labels by column, such as rank/overall; higher is better, so ranks are negated. NaN
+    where there is no label."""
     fingerprints: Sequence[str]
+    """Distinct fingerprints of the models that scored the rows."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Media that people compared, in the terms of `functional.agreement`."""
+    """Holds pairs of media that people compared, in the terms of `functional.agreement`."""
 
     lead: Float[Tensor, "n"]
+    """Score of the first medium minus that of the second."""
     human: Int[Tensor, "n"]
+    """Human verdict: 1 the first medium is better, -1 the second, 0 a tie."""
     share: Float[Tensor, "n"]
+    """Probability, in [0, 1], that people prefer the first medium."""
     cluster: Int[Tensor, "n"]
-    """The prompt: what is drawn anew by a bootstrap."""
+    """Number of the prompt: the unit that the bootstrap resamples."""
     unscored: int
-    """Pairs that people compared and the scores cannot."""
+    """Number of pairs that people compared, but without two valid scores."""
 
 
 def find_table(source: Path) -> Path:
-    """The table itself, or the one that lies in a folder of `flowalign score`.
+    """Return the path of a table, or of the one in a folder of `flowalign score`.
 
     Raises:
-        ValueError: there is none, or there are two.
+        ValueError: There is no table, or there are two.
     """
     if source.is_file():
         return source
@@ -66,15 +72,15 @@ def read_scores(path: Path) -> ScoredTable:
     """Read a table that `flowalign score` wrote.
 
     Raises:
-        ValueError: it has no scores, or nothing that people said.
+        ValueError: The table has no scores, or no human labels.
     """
     columns = _read(path)
     missing = [name for name in ("record", "medium", "prompt") if name not in columns]
     if missing:
         raise ValueError(f"{path} has no column {', '.join(missing)}: not of `flowalign score`")
-    said = [n for n in columns if n.partition("/")[0] in ("rank", "votes", "rating") and "/" in n]
+    labels = [n for n in columns if n.partition("/")[0] in ("rank", "votes", "rating") and "/" in n]
     dims = [name for name in columns if f"{name}_valid" in columns]
-    if not dims or not said:
+    if not dims or not labels:
         lacks = "scored dimension" if not dims else "column rank/..., votes/... or rating/..."
         raise ValueError(f"{path} has no {lacks}; its columns: {', '.join(columns)}"[:400])
     prompts = [str(prompt or "") for prompt in columns["prompt"]]
@@ -85,18 +91,18 @@ def read_scores(path: Path) -> ScoredTable:
         paths=columns.get("path") or [None] * len(prompts),
         prompts=prompts,
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
-        humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in said},
+        humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in labels},
         fingerprints=sorted({str(f) for f in columns.get("fingerprint", ()) if f}),
     )
 
 
 def groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
-    """Rows that a human column compares: of one record, or for ratings of one prompt."""
+    """Return the group of each row within which a column compares: its record; ratings: prompt."""
     return table.prompt if column.startswith("rating/") else table.record
 
 
 def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
-    """Every two media that people compared in a column, with the lead of one score."""
+    """Pair every two media that people compared in a column, with the lead of one score."""
     human, score = table.humans[column], table.scores[dim]
     rows = human.isfinite().nonzero()[:, 0]
     first, second = pairs_within(groups(table, column)[rows])
@@ -114,9 +120,9 @@ def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
 def both_orders(
     table: ScoredTable, dim: str
 ) -> tuple[Float[Tensor, "n"], Float[Tensor, "n"], Int[Tensor, "n"]]:
-    """Leads of A over B where A came first and where it came second, and the prompt of each.
+    """Return leads of A over B with A first and with A second, and the prompt of each.
 
-    A table has both where two records of one prompt hold the same files in opposite order.
+    A table has both orders if two records of one prompt hold the same files in opposite order.
     """
     score = table.scores[dim]
     i, j = pairs_within(table.record)
@@ -137,7 +143,7 @@ def both_orders(
     return lead[chosen[:, 0]], -lead[chosen[:, 1]], table.prompt[i[chosen[:, 0]]]
 
 
-def _read(path: Path) -> BatchFields:
+def _read(path: Path) -> Columns:
     if path.suffix == ".parquet":
         try:
             from pyarrow import parquet
@@ -153,7 +159,7 @@ def _read(path: Path) -> BatchFields:
 
 
 def _numbered(values: Sequence[Any]) -> Int[Tensor, "n"]:
-    """0, 1, ... in the order in which values appear."""
+    """Number values 0, 1, ... in the order in which they first appear."""
     number = {value: i for i, value in enumerate(dict.fromkeys(values))}
     return torch.tensor([number[value] for value in values], dtype=torch.long)
 

@@ -1,4 +1,4 @@
-"""What a training of reward models is made of, as a run file says it."""
+"""Defines the parts of a run file that trains reward models: dimensions, ridge, schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,13 @@ from flowalign.reward_training.losses import LabelKind, RewardLoss
 
 @dataclass(frozen=True, kw_only=True)
 class Dimension:
-    """One named dimension of the reward: its labels, and the loss that learns from them."""
+    """Configures one named dimension of the reward: its labels, and the loss that reads them."""
 
     loss: RewardLoss
     labels: LabelKind = "ranks"
+    """Kind of labels that the loss learns from."""
     weight: float = 1.0
-    """Of its loss in the sum."""
+    """Weight of its loss in the sum over dimensions, above 0."""
 
     def __post_init__(self) -> None:
         """Refuse labels that the loss cannot read."""
@@ -28,33 +29,34 @@ class Dimension:
 
 @dataclass(frozen=True, kw_only=True)
 class Ridge:
-    """First stage: ridge regression sets the layer that is linear in the features (ArmoRM)."""
+    """Configures the first stage: ridge regression sets the head's linear layer (ArmoRM)."""
 
     penalties: Sequence[float] = (1e-4, 1e-2, 1.0, 1e2, 1e4)
-    """Per dimension the best of them on the held-out records stays."""
+    """Penalties to try, above 0; the best on the held-out records is taken per dimension."""
     freeze: bool = True
-    """Keep that layer as it is, and train the rest: the gates."""
+    """Whether that layer stays as it is, so that only the rest is trained: the gates."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no penalty."""
+        """Refuse penalties of 0 or less."""
         if not self.penalties or min(self.penalties) <= 0:
             raise ValueError(f"ridge.penalties are {list(self.penalties)}; give numbers above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long a reward model is trained."""
+    """Configures how long a reward model is trained."""
 
     epochs: int = 20
+    """Largest number of epochs."""
     batch_size: int = 64
     """Records in a minibatch."""
     patience: int = 5
-    """Epochs without a lower held-out loss after which training stops; the best epoch stays."""
+    """Epochs without a lower held-out loss after which training stops; the best epoch is kept."""
     ridge: Ridge | None = None
-    """A first stage before the first epoch."""
+    """First stage before the first epoch; null: none."""
 
     def __post_init__(self) -> None:
-        """Refuse what trains nothing."""
+        """Refuse numbers that train nothing."""
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1:
             raise ValueError(
                 f"schedule.epochs {self.epochs}, batch_size {self.batch_size}, patience "

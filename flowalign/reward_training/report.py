@@ -1,4 +1,4 @@
-"""`eval.html`: one self-contained page about how well scores agree with people."""
+"""Renders `eval.html`: one self-contained page about how well scores agree with people."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,19 +10,19 @@ import jinja2
 from flowalign.reports.charts import drawn
 
 Content = dict[str, Any]
-"""What `eval.json` holds."""
+"""Content of `eval.json`."""
 _CURVES = 4
-"""Dimensions in one calibration chart; more cannot be told apart."""
+"""Largest number of dimensions in a calibration chart; more cannot be told apart."""
 _FEWEST = 10
-"""Pairs in a bin that is drawn; the share of fewer says little."""
+"""Smallest number of pairs in a bin that is drawn; the share of fewer is too noisy."""
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#b8860b", "#882255")
 _MARKERS = ("o", "s", "^", "D")
 _OPEN = 3
-"""Human columns that are unfolded when the page is opened."""
+"""Number of human columns that are unfolded when the page is opened."""
 
 
 def page(name: str, content: Content, measures: Mapping[str, str]) -> str:
-    """The page; `measures` are the names of measures and what they are, in the order of columns."""
+    """Render the page; `measures` maps the names of measures to labels, in the order of columns."""
     template = Path(__file__).with_name("report_template.html.j2").read_text("utf-8")
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -46,7 +46,7 @@ def page(name: str, content: Content, measures: Mapping[str, str]) -> str:
 
 
 def by_human_column(content: Content) -> dict[str, list[Content]]:
-    """Results of each human column, the highest accuracy first."""
+    """Group results by human column, the highest accuracy first."""
     sections: dict[str, list[Content]] = {}
     for result in content["results"]:
         sections.setdefault(result["human"], []).append(result)
@@ -54,7 +54,7 @@ def by_human_column(content: Content) -> dict[str, list[Content]]:
 
 
 def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
-    """What agrees best with the first human column, in a sentence."""
+    """Say in a sentence which dimension agrees best with the first human column."""
     column, rows = next(iter(sections.items()))
     found = rows[0]["measures"]["accuracy_without_ties"]
     if not found["n"]:
@@ -70,26 +70,26 @@ def verdict(sections: Mapping[str, Sequence[Content]]) -> str:
 
 
 def cautions(content: Content) -> list[str]:
-    """What a reader must know before quoting the figures."""
-    said = []
+    """List what a reader must know before quoting the figures."""
+    warnings = []
     if content["prompts"] < 30:
-        said.append(
+        warnings.append(
             f"There are only {content['prompts']} prompts: intervals from so few are too narrow."
         )
     if len(content["fingerprints"]) > 1:
-        said.append(f"Scores of {len(content['fingerprints'])} different versions are mixed.")
+        warnings.append(f"Scores of {len(content['fingerprints'])} different versions are mixed.")
     lost = [r for r in content["results"] if r["unscored"]]
     if lost:
         worst = max(lost, key=lambda r: r["unscored"])
-        said.append(
+        warnings.append(
             f"Pairs without two valid scores are left out, at most {worst['unscored']:,} "
             f"({worst['score']} in {worst['human']})."
         )
-    return said
+    return warnings
 
 
 def accuracy_chart(rows: Sequence[Content]) -> str:
-    """Accuracy without ties with its interval, a line per dimension, as an SVG data address."""
+    """Draw accuracy without ties and its interval, a line per dimension, as an SVG data address."""
     shown = [row for row in rows if row["measures"]["accuracy_without_ties"]["n"]][::-1]
 
     def draw(axes: Any) -> None:
@@ -114,9 +114,9 @@ def accuracy_chart(rows: Sequence[Content]) -> str:
 
 
 def calibration_chart(rows: Sequence[Content], dims: Sequence[str]) -> str:
-    """How often the favourite won against how probable it was, for the most accurate dimensions.
+    """Draw how often the favourite won over how probable it was, for the most accurate dimensions.
 
-    The place of a dimension in `dims` decides its colour and mark.
+    The index of a dimension in `dims` decides its colour and mark.
     """
     curves = [(row["score"], [b for b in row["reliability"] if b["n"] >= _FEWEST]) for row in rows]
     shown = [(dim, bins) for dim, bins in curves if bins][:_CURVES]
@@ -146,17 +146,17 @@ def calibration_chart(rows: Sequence[Content], dims: Sequence[str]) -> str:
 
 
 def score(value: float) -> str:
-    """Three decimals; a dash for what cannot be told."""
+    """Format a score with three decimals; a dash if it is not finite."""
     return f"{value:.3f}" if math.isfinite(value) else "-"
 
 
 def interval(measure: Mapping[str, Any], scale: float = 1.0, digits: int = 3) -> str:
-    """From the low to the high end."""
+    """Format the interval of a measure, from its low to its high end."""
     return f"{scale * measure['low']:.{digits}f} to {scale * measure['high']:.{digits}f}"
 
 
 def finite(content: Any) -> Any:
-    """The same with null for numbers that JSON does not know."""
+    """Replace numbers that are not finite by null, since JSON has none."""
     if isinstance(content, dict):
         return {name: finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):

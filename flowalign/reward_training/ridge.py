@@ -1,4 +1,4 @@
-"""First stage of training: ridge regression of labels on frozen features.
+"""Runs the first stage of training: ridge regression of labels on frozen features.
 
 Source: ArmoRM, which fits one regression per attribute and then trains gates over them.
 """
@@ -25,12 +25,12 @@ def first_stage(
     targets: Float[Tensor, "B m R"],
     kinds: Sequence[LabelKind],
 ) -> None:
-    """Set the rater's linear layer, with the penalty that errs least on the held-out records.
+    """Set the rater's linear layer, with the penalty of the lowest error on held-out records.
 
     Ratings are regressed on features, comparisons (1, 0, -1) on differences of features.
 
     Raises:
-        ValueError: the head has no such layer, or a dimension of it has no label.
+        ValueError: The head has no linear layer, or one of its dimensions has no label.
     """
     assert isinstance(rater.head, HeadNetwork)
     layer = rater.head.linear_layer()

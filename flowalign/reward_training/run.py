@@ -1,4 +1,4 @@
-"""A training of a reward model from its run file to its folder."""
+"""Trains a reward model from its run file to its folder."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,39 +29,40 @@ STATE, MODEL = "state.safetensors", "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """One preference dataset."""
+    """Names one preference dataset."""
 
     path: str
     """A .jsonl, .json, .csv or .parquet file, or a folder."""
     schema: str = "auto"
     root: str | None = None
-    """Where relative paths of media begin; null: beside the file."""
+    """Folder at which relative paths of media begin; null: the folder of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRun:
-    """Everything that defines a training. One YAML file sets every field it needs."""
+    """Configures a training of a reward model. One YAML file sets every field it needs."""
 
     name: str
     licence: str
-    """Of the trained reward: what its data and its backbone allow."""
+    """Licence of the trained reward, as its data and its backbone allow."""
     backbone: Backbone
-    """By dotted path of a class in `reward_models` or of your own."""
+    """Backbone, by dotted path of a class in `reward_models` or of your own."""
     head: Head
+    """Head on the features, by dotted path of a class in `reward_models` or of your own."""
     dimensions: dict[str, Dimension]
     """Dimensions of the reward, named as in the data."""
     data: list[Data]
     held_out: float = 0.1
-    """Share of the prompts that decide when to stop, and calibrate."""
+    """Share of the prompts that decide when to stop, and calibrate; in (0, 1)."""
     test: float = 0.1
-    """Share of the prompts that decide nothing and are only reported."""
+    """Share of the prompts that decide nothing and are only reported; in [0, 1)."""
     modality: Literal["image", "video", "any"] = "any"
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
     embeddings: str | None = "runs/embeddings"
-    """Folder that keeps the features of frozen backbones; null: nowhere."""
+    """Folder that caches the features of frozen backbones; null: no cache."""
     max_failed_fraction: float = 0.01
-    """Of media that may be unreadable, and of rows that may be invalid."""
+    """Largest share of unreadable media, and of invalid rows, in [0, 1)."""
     seed: int = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = None
@@ -69,7 +70,7 @@ class RewardRun:
     output_dir: str = "runs/reward"
 
     def __post_init__(self) -> None:
-        """Checks that need neither weights nor data."""
+        """Check everything that needs neither weights nor data."""
         if not self.dimensions or not self.data:
             raise ValueError("dimensions and data must each name at least one")
         if not (0 < self.held_out < 1 and 0 <= self.test < 1 and self.held_out + self.test < 1):
@@ -86,10 +87,10 @@ class RewardRun:
 
 
 def load_run(config: str, overrides: Sequence[str] = ()) -> tuple[RewardRun, str]:
-    """A run file with overrides such as `--schedule.epochs 3`, and the resolved YAML.
+    """Load a run file with overrides such as `--schedule.epochs 3`, and the resolved YAML.
 
     Raises:
-        ConfigError: in at most five lines, naming the key or value.
+        ConfigError: The run file is wrong; at most five lines name the key or value.
     """
     return load_typed(RewardRun, "flowalign reward train", config, overrides)
 
@@ -104,19 +105,18 @@ def train(
     """Train, calibrate and write `<output_dir>/model`; returns the content of its config.json.
 
     Raises:
-        ValueError: the folder is in use, or run file and data do not fit.
-        TrainingFailure: no update can be made any more.
+        ValueError: The folder is in use, or the run file and the data do not fit.
+        TrainingFailure: Too many updates in a row were skipped, or the first held-out loss is
+            not finite.
     """
     folder = Path(run.output_dir)
     _claim(folder, resume, overwrite)
     if run.threads:
         torch.set_num_threads(run.threads)
-    cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
-    device = torch.device("cuda" if cuda else "cpu")
     preferences, identity = read_preferences(run)
     with drawing(run.seed, torch.device("cpu"), "adapters"):
         run.backbone.load()
-    run.backbone.network.to(device)
+    run.backbone.network.to(_device(run))
     features, preferences = embedded(run, preferences, log)
     trainer = RewardTrainer(
         run.backbone,
@@ -142,8 +142,13 @@ def train(
     return finish(folder / MODEL, trainer, _about(run, config, preferences, identity))
 
 
+def _device(run: RewardRun) -> torch.device:
+    cuda = run.device == "cuda" or (run.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
 def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
-    """The table of all datasets, and a hash of it."""
+    """Gather the table of all datasets; returns it with its fingerprint."""
     sets = [open_dataset(d.path, d.schema, d.root) for d in run.data]
     records: list[Record] = [record for some in sets for record in some]
     kinds: dict[str, LabelKind] = {
@@ -161,7 +166,7 @@ def read_preferences(run: RewardRun) -> tuple[Preferences, str]:
 def embedded(
     run: RewardRun, preferences: Preferences, log: Callable[[str], None]
 ) -> tuple[Features, Preferences]:
-    """Features of all samples, and the preferences without media that could not be read."""
+    """Embed all samples; returns features, and preferences without the media that failed."""
     cache = Path(run.embeddings) if run.embeddings else None
     embeddings = Embeddings(run.backbone, frames_for(run.backbone), cache)
     features, failed = embeddings(preferences.samples)

@@ -1,4 +1,4 @@
-"""The loop that trains a reward model: a head, and adapters if wanted, on people's preferences."""
+"""Trains a reward model on people's preferences: a head, and adapters of the backbone if wanted."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -24,10 +24,11 @@ _RECORDS_AT_ONCE = 256
 
 
 class RewardTrainer:
-    """One training, from a table of preferences to the best weights on the held-out records.
+    """Trains from a table of preferences to the best weights on the held-out records.
 
-    Everything random is a function of the seed and of the update: a resumed training goes on as if
-    it had never stopped. `features` are those of `preferences.samples` under the loaded backbone.
+    Everything random is a function of the seed and of the update: a resumed training continues as
+    if it had never stopped. `features` are those of `preferences.samples` under the loaded
+    backbone.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class RewardTrainer:
         self.device = next(backbone.network.parameters()).device
         self.features = Features(features.joint.nan_to_num(), features.prompt.nan_to_num())
         self.tuned = any(p.requires_grad for p in backbone.network.parameters())
-        """Whether features change in training; else `features` hold throughout."""
+        """Whether the backbone has adapters, so that features change during training."""
         self.rater = self._rater(head)
         self.losses = nn.ModuleDict({f"{i}": d.loss for i, d in enumerate(dimensions.values())})
         self.targets = (preferences.labels - self.rater.shift.cpu()) / self.rater.factor.cpu()
@@ -68,12 +69,12 @@ class RewardTrainer:
 
     @property
     def finished(self) -> bool:
-        """Whether all epochs are done, or the last ones brought nothing."""
+        """Whether all epochs are done, or the last `patience` ones did not lower the loss."""
         waited = self.epoch - self.best_epoch
         return self.epoch >= self.schedule.epochs or waited >= self.schedule.patience
 
     def epochs(self) -> Iterator[dict[str, float]]:
-        """Train epoch by epoch; metrics after each. Between two, all state is consistent."""
+        """Train, yielding the metrics of each epoch; the state may be saved between two."""
         train = self.preferences.rows("train")
         while not self.finished:
             order = torch.randperm(len(train), generator=generator(self.seed, "order", self.epoch))
@@ -82,7 +83,7 @@ class RewardTrainer:
             yield self._assess(metrics)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that training changes, by name."""
+        """Return the parameters that training changes, by name."""
         modules = {"rater": self.rater, "losses": self.losses, "backbone": self.backbone.network}
         return {
             f"{name}.{n}": p
@@ -92,14 +93,14 @@ class RewardTrainer:
         }
 
     def use_best(self) -> None:
-        """Put the weights of the best epoch in place."""
+        """Load the weights of the best epoch."""
         with torch.no_grad():
             for name, parameter in self.trained().items():
                 parameter.copy_(self.best[name])
 
     @torch.no_grad()
     def scores(self, rows: Int[Tensor, "n"]) -> Ratings:
-        """Ratings [n, m, R] of records on the CPU, with nothing drawn at random."""
+        """Rate records: [n, m, R] on the CPU, in evaluation mode, without random draws."""
         self.rater.eval()
         parts = [self._rate(some) for some in rows.split(_RECORDS_AT_ONCE)]
         spread = [p.log_variance.cpu() for p in parts if p.log_variance is not None]
@@ -107,7 +108,7 @@ class RewardTrainer:
         return Ratings(score, torch.cat(spread) if spread else None)
 
     def _rater(self, head: Head) -> Rater:
-        """A fresh rater that knows the features' statistics and the units of the ratings."""
+        """Build a fresh rater with the features' statistics and the units of the ratings."""
         joint, prompt = self.features.joint.shape[1], self.features.prompt.shape[1]
         with drawing(self.seed, self.device, "head"):
             built = head.build(joint, prompt, tuple(self.dimensions))
@@ -142,7 +143,7 @@ class RewardTrainer:
         )
 
     def _step(self, rows: Int[Tensor, "n"]) -> dict[str, float]:
-        """One update on some records; skipped where the gradient is not finite."""
+        """Make one update on some records; it is skipped if the gradient is not finite."""
         train = self.preferences.rows("train")
         total = self.schedule.epochs * math.ceil(len(train) / self.schedule.batch_size)
         for group in self.optimizer.param_groups:
@@ -174,7 +175,7 @@ class RewardTrainer:
             )
 
     def _rate(self, rows: Int[Tensor, "n"]) -> Ratings:
-        """Ratings [n, m, R]; where a record has fewer than m candidates they mean nothing."""
+        """Rate records: [n, m, R]; entries beyond the candidates of a record are meaningless."""
         used, place = self.preferences.candidate[rows].clamp(min=0).unique(return_inverse=True)
         ratings = self.rater(self._features(used))
         spread = ratings.log_variance
@@ -194,7 +195,7 @@ class RewardTrainer:
         return Features(joint, torch.where(keep, features.prompt, 0.0)).to(self.device)
 
     def _losses(self, ratings: Ratings, rows: Int[Tensor, "n"]) -> dict[str, Float[Tensor, ""]]:
-        """Mean loss of each dimension over its labelled items; none where there is no item."""
+        """Return the mean loss of each dimension over its labelled items, if it has any."""
         found = {}
         for d, (name, dimension) in enumerate(self.dimensions.items()):
             spread = None if ratings.log_variance is None else ratings.log_variance[..., d]
@@ -206,7 +207,7 @@ class RewardTrainer:
 
     @torch.no_grad()
     def _assess(self, steps: list[dict[str, float]]) -> dict[str, float]:
-        """Figures of this epoch; the weights are kept where the held-out loss is the lowest."""
+        """Compute the metrics of this epoch; keep its weights if its held-out loss is lowest."""
         rate = float(self.optimizer.param_groups[0]["lr"])
         metrics = {"epoch": float(self.epoch), "optim/learning_rate": rate}
         for name in sorted({name for step in steps for name in step}):
@@ -239,12 +240,12 @@ class RewardTrainer:
 def weighted(
     dimensions: Mapping[str, Dimension], losses: Mapping[str, Float[Tensor, ""]]
 ) -> Float[Tensor, ""]:
-    """Sum of the losses of dimensions, by their weights."""
+    """Return the sum of the dimensions' losses by their weights."""
     return torch.stack([dimensions[n].weight * loss for n, loss in losses.items()]).sum()
 
 
 def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, Dimension]) -> None:
-    """A head says how unsure it is exactly if a loss teaches it that."""
+    """Raise ValueError unless the head predicts a variance exactly if a loss needs one."""
     gives = rater.eval()(features.take(torch.tensor([0]))).log_variance is not None
     wants = [n for n, d in dimensions.items() if d.loss.needs_variance]
     if wants and not gives:
@@ -260,12 +261,12 @@ def _check_variance(rater: Rater, features: Features, dimensions: Mapping[str, D
 
 
 def embed(backbone: Backbone, samples: list[Sample]) -> tuple[Features, dict[int, str]]:
-    """Features of samples read from their files, and which of them failed."""
+    """Return features of samples read from their files, and by index why samples failed."""
     return embed_samples(backbone, frames_for(backbone), samples)
 
 
 def frames_for(backbone: Backbone) -> Frames:
-    """Reads as many frames of a medium as the backbone looks at."""
+    """Return a reader of media with as many frames as the backbone uses."""
 
     def read(medium: Media) -> Float[Tensor, "F 3 H W"]:
         return decode(medium, backbone.num_frames).frames
@@ -275,7 +276,7 @@ def frames_for(backbone: Backbone) -> Frames:
 
 @contextmanager
 def drawing(seed: int, device: torch.device, purpose: str, *index: int) -> Iterator[None]:
-    """Torch's random state as a function of the seed and what it is for; afterwards as before."""
+    """Set torch's random state from a seed and a purpose, and restore the old state at the end."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(generator(seed, purpose, *index).initial_seed())
         yield

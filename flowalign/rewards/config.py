@@ -1,4 +1,4 @@
-"""Reward models named outside a run file: a YAML list under `rewards:`, or one dotted path."""
+"""Loads reward models named outside a run file: a YAML list `rewards:`, or one dotted path."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,12 @@ class _File:
 
 
 def load_rewards(source: str) -> tuple[list[RewardModel], str]:
-    """The reward models of a YAML file, or of a dotted path such as `reward_models.jpeg.JpegSize`.
+    """Build the reward models of a YAML file, or of a path like `reward_models.jpeg.JpegSize`.
 
-    Returns them with the resolved YAML, for a record of what scored. Weights are not read.
+    Returns them with the resolved YAML, as a record of what scored. Weights are not read.
 
     Raises:
-        ConfigError: naming the file or class, and what is wrong with it.
+        ConfigError: The file or class, which is named, is wrong.
     """
     path, parser = Path(bundled(source)), ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(_File, None, fail_untyped=True)

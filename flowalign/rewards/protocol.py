@@ -1,4 +1,4 @@
-"""How media and scores travel between a reward server and its clients: no pickle, nothing lost.
+"""Encodes media and scores between a reward server and its clients, without pickle or loss.
 
 A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I, and in
 its metadata, under `request`, everything else as JSON. It is put together here rather than by the
@@ -25,7 +25,10 @@ Piece = bytes | memoryview
 
 
 def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> list[Piece]:
-    """A request in pieces. `8bit` rounds pixels as image files do, to a quarter of the size."""
+    """Encode a request in pieces; `8bit` rounds pixels like image files, for a quarter of the size.
+
+    `extra` adds entries to the request's JSON.
+    """
     tensors = {"media": _pack(batch.media, pixels)}
     for i, some in enumerate(batch.references):
         tensors |= {f"reference.{i}.{j}": _pack(image, pixels) for j, image in enumerate(some)}
@@ -42,7 +45,7 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> l
 
 
 def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
-    """The batch of a request, and its JSON. ValueError for what is no such message."""
+    """Decode the batch of a request, and its JSON; raises ValueError if it is no such message."""
     try:
         size = int.from_bytes(message[:8], "little")
         request = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["request"])
@@ -73,7 +76,7 @@ def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:
-    """The file in pieces that share the memory of the tensors."""
+    """Encode a safetensors file in pieces that share the memory of the tensors."""
     header: dict[str, Any] = {"__metadata__": metadata}
     pieces, start = [], 0
     for name, tensor in tensors.items():
@@ -89,7 +92,7 @@ def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> 
 
 
 def output_to_json(output: RewardOutput) -> dict[str, Any]:
-    """Scores as JSON: null where one could not be computed."""
+    """Encode scores as JSON; null stands for a score that could not be computed."""
     return {
         "version": VERSION,
         "values": _numbers(output.values),
@@ -100,7 +103,7 @@ def output_to_json(output: RewardOutput) -> dict[str, Any]:
 
 
 def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput:
-    """Scores of `count` samples. ValueError for an answer of another length or kind."""
+    """Decode the scores of `count` samples; raises ValueError if the answer is no such JSON."""
     try:
         values = _tensor(content["values"], spec)
         spread = content["uncertainty"]

@@ -1,4 +1,4 @@
-"""A reward server: requests of many clients become batches of one model."""
+"""Serves reward models: the requests of many clients become batches of one model."""
 
 import asyncio
 import base64
@@ -22,25 +22,26 @@ from flowalign.rewards.protocol import CONTENT_TYPE, VERSION, output_to_json, un
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput
 
 REMEMBERED = 256
-"""Finished requests whose answer is given again when their id is sent again."""
+"""Number of requests whose answer is kept, in case their id is sent again."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on."""
+    """Limits the load that a server accepts."""
 
     max_batch: int = 64
-    """Samples per call of the model."""
+    """Largest number of samples per call of the model."""
     max_wait_ms: float = 3.0
-    """How long a request may wait for others to share its batch."""
+    """Milliseconds that a request waits for others to share its batch."""
     deadline_s: float = 60.0
-    """Per request, where it does not ask for less."""
+    """Seconds until a request fails, unless it asks for less."""
     max_request_mb: float = 256.0
+    """Largest size of a request, in MiB; larger ones are refused with 413."""
     max_queue: int = 1024
-    """Requests waiting; more are refused with 503."""
+    """Largest number of waiting requests; more are refused with 503."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that let nothing through."""
+        """Refuse limits that let no request through."""
         positive = (self.max_batch, self.deadline_s, self.max_request_mb, self.max_queue)
         if min(positive) <= 0 or self.max_wait_ms < 0:
             raise ValueError(f"server limits must be positive, got {self}")
@@ -54,14 +55,14 @@ class _Job:
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """Jobs of one kind fit in one batch."""
+        """Key that is equal for jobs that fit in one batch."""
         b = self.batch
         columns = (b.metadata, b.fps, b.references, b.groups)
         return (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
 
 
 class Batcher:
-    """One model, one thread, one queue."""
+    """Runs one model in a thread, in batches of the requests of its queue."""
 
     def __init__(self, model: RewardModel, limits: Limits):
         self.model, self.limits, self.ready = model, limits, threading.Event()
@@ -75,11 +76,11 @@ class Batcher:
 
     @property
     def state(self) -> str:
-        """`ready` once its model has its weights; `failed` where it has not, or has stopped."""
+        """State of the model: `loading`, `ready`, or `failed` if it did not load or has stopped."""
         return "failed" if self.failure else "ready" if self.ready.is_set() else "loading"
 
     def submit(self, batch: MediaBatch, deadline: float) -> "Future[RewardOutput]":
-        """Scores, later. Raises queue.Full where too much is waiting."""
+        """Queue a batch; returns a future of its scores. Raises queue.Full if too many wait."""
         job = _Job(batch, deadline)
         self.jobs.put_nowait(job)
         return job.result
@@ -93,7 +94,7 @@ class Batcher:
             while True:
                 jobs = self._next()
                 self._answer(jobs)
-        except ValueError as error:  # of loading; a batch that is refused has its own answer
+        except ValueError as error:  # from loading: a batch that is refused has its own answer
             self.failure = str(error)
         finally:  # a defect of the model has its traceback in the log, and leaves no client waiting
             self.failure = (
@@ -114,7 +115,7 @@ class Batcher:
             self._score(alive)
 
     def _next(self) -> list[_Job]:
-        """The oldest job, and others of its kind that wait or arrive soon."""
+        """Take the oldest job, and others of its kind that wait or arrive soon."""
         if not self.waiting:
             self.waiting.append(self.jobs.get())
         until = time.monotonic() + self.limits.max_wait_ms / 1000
@@ -129,7 +130,7 @@ class Batcher:
         return sum(len(job.batch) for job in self.waiting if job.kind == kind)
 
     def _taken(self, kind: tuple[Any, ...]) -> list[_Job]:
-        """The first jobs of a kind that fit in a batch, and at least one."""
+        """Take the first jobs of a kind that fit in a batch, and at least one."""
         taken, left, size = [], [], 0
         for job in self.waiting:
             fits = not taken or size + len(job.batch) <= self.limits.max_batch
@@ -145,7 +146,7 @@ class Batcher:
         try:
             output = self.model.score(MediaBatch.concat([job.batch for job in jobs]))
         except (ValueError, RuntimeError, OSError) as error:
-            if isinstance(error, ValueError) and len(jobs) > 1:  # whose request is it?
+            if isinstance(error, ValueError) and len(jobs) > 1:  # find the request that is refused
                 for job in jobs:
                     self._score([job])
                 return
@@ -166,7 +167,7 @@ def _fail(job: _Job, error: Exception) -> None:
 
 
 class Refused(Exception):
-    """A request that gets an error status."""
+    """Refuses a request with an HTTP error status."""
 
     def __init__(self, status: int, why: str):
         super().__init__(why)
@@ -174,7 +175,7 @@ class Refused(Exception):
 
 
 class Service:
-    """What the server does, apart from HTTP."""
+    """Answers the requests of a server, independently of HTTP."""
 
     def __init__(self, models: Sequence[RewardModel], limits: Limits, token: str | None = None):
         names = [model.spec.name for model in models]
@@ -185,26 +186,26 @@ class Service:
         self.answers: OrderedDict[str, asyncio.Future[dict[str, Any]]] = OrderedDict()
 
     def health(self) -> dict[str, Any]:
-        """`ready`, `loading` or `failed`, as the worst of its models; and each of them."""
+        """Return `ready`, `loading` or `failed` of each model, and the worst of them as status."""
         models = {name: batcher.state for name, batcher in self.batchers.items()}
         reasons = {name: b.failure for name, b in self.batchers.items() if b.failure}
         worst = max(models.values(), key=("ready", "loading", "failed").index)
         return {"status": worst, "models": models, "reasons": reasons}
 
     def specs(self) -> dict[str, Any]:
-        """Version of the protocol, and each model's declaration with its fingerprint."""
+        """Return the version of the protocol, and each model's spec with its fingerprint."""
         models = [batcher.model.spec for batcher in self.batchers.values()]
         rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in models]
         return {"version": VERSION, "models": _plain(rows)}
 
     def check_token(self, header: str | None) -> None:
-        """Raises Refused unless the header carries the token."""
+        """Raise Refused unless the header carries the token."""
         given = (header or "").removeprefix("Bearer ")
         if self.token and not hmac.compare_digest(given.encode(), self.token.encode()):
             raise Refused(401, "a token is needed: send it as 'Authorization: Bearer TOKEN'")
 
     async def score(self, body: bytes, content_type: str) -> dict[str, Any]:
-        """The answer to a request; to one that was sent before, the same without scoring again."""
+        """Answer a request; one that was sent before gets the same answer without new scoring."""
         try:
             binary = content_type.startswith(CONTENT_TYPE)
             batch, header = unpack_batch(body) if binary else batch_from_json(body)
@@ -225,8 +226,8 @@ class Service:
 
     async def _scored(self, batch: MediaBatch, header: Mapping[str, Any]) -> dict[str, Any]:
         batcher = self._batcher(header.get("model"))
-        asked = header.get("deadline_s") or self.limits.deadline_s
-        seconds = min(float(asked), self.limits.deadline_s)
+        requested = header.get("deadline_s") or self.limits.deadline_s
+        seconds = min(float(requested), self.limits.deadline_s)
         try:
             future = batcher.submit(batch, time.monotonic() + seconds)
             output = await asyncio.wait_for(asyncio.wrap_future(future), seconds)
@@ -253,7 +254,7 @@ class Service:
 
 
 def batch_from_json(body: bytes) -> tuple[MediaBatch, dict[str, Any]]:
-    """A request of `{"prompts": [...], "images": [base64 of PNG or WebP, ...]}`, for curl."""
+    """Decode a request `{"prompts": [...], "images": [base64 of PNG or WebP, ...]}`, for curl."""
     import json
 
     try:
@@ -280,7 +281,7 @@ def _picture(text: str) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Infinite bounds of scales are null in JSON."""
+    """Replace the infinite bounds of scales by null, since JSON has no infinity."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -93,7 +93,7 @@ class Requirements:
 
 
 class MatchingLoss(ABC):
-    """Turns matching errors of a minibatch into a loss. See `flowalign/algorithms/`."""
+    """Turns matching errors of a minibatch into a loss. See `flowalign/losses/`."""
 
     @property
     @abstractmethod

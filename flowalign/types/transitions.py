@@ -52,7 +52,7 @@ class Minibatch:
 
 
 class PolicyLoss(ABC):
-    """Turns one minibatch of transitions into a loss. Implementations: `flowalign/algorithms/`."""
+    """Turns one minibatch of transitions into a loss. Implementations: `flowalign/losses/`."""
 
     @property
     @abstractmethod

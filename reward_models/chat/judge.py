@@ -34,7 +34,7 @@ class ChatJudge(RewardModel, Loadable):
     def __init__(
         self, spec: RewardSpec, ensemble: JudgeEnsemble, combine: Combine = mean_of_passes
     ):
-        self.spec, self.panel, self.combine = spec, ensemble, combine
+        self.spec, self.ensemble, self.combine = spec, ensemble, combine
 
     @abstractmethod
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
@@ -55,12 +55,12 @@ class ChatJudge(RewardModel, Loadable):
     @final
     def load(self) -> None:
         """Check that the server is there and offers the model."""
-        self.panel.client.load()
+        self.ensemble.client.load()
 
     @final
     def close(self) -> None:
         """Close the connections."""
-        self.panel.client.close()
+        self.ensemble.client.close()
 
     @final
     def score(self, batch: MediaBatch) -> RewardOutput:
@@ -73,7 +73,7 @@ class ChatJudge(RewardModel, Loadable):
                 questions[i] = self.ask(batch.take([i]))
             except Unscorable as reason:
                 failed[i] = str(reason)
-        verdicts = self.panel.collect(list(questions.values()), self._read)
+        verdicts = self.ensemble.collect(list(questions.values()), self._read)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         spread = values.clone()
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
@@ -84,7 +84,7 @@ class ChatJudge(RewardModel, Loadable):
                 continue
             values[i] = self.combine(verdict.values).float()
             spread[i] = self._spread(verdict)
-        uncertainty = spread if self.panel.sampling.passes > 1 else None
+        uncertainty = spread if self.ensemble.sampling.passes > 1 else None
         output = RewardOutput.build(self.spec, values, failed, uncertainty, extras)
         return replace(output, reasons={**output.reasons, **self._partial(output, failed)})
 

@@ -36,7 +36,7 @@ class PairJudge(ABC):
     """Says which of two samples of one prompt is better, in each dimension of its `spec`."""
 
     def __init__(self, spec: RewardSpec, ensemble: JudgeEnsemble):
-        self.spec, self.panel = spec, ensemble
+        self.spec, self.ensemble = spec, ensemble
 
     @abstractmethod
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
@@ -53,7 +53,7 @@ class PairJudge(ABC):
     @final
     def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
         """Return one verdict per pair, whose `missing` says what could not be read."""
-        return self.panel.collect([self.ask(*pair) for pair in pairs], self._read)
+        return self.ensemble.collect([self.ask(*pair) for pair in pairs], self._read)
 
     @final
     def check(self, sample: MediaBatch) -> None:
@@ -103,11 +103,11 @@ class WinRate(RewardModel, Loadable):
 
     def load(self) -> None:
         """Check that the judge's server is there and offers the model."""
-        self.judge.panel.client.load()
+        self.judge.ensemble.client.load()
 
     def close(self) -> None:
         """Close the connections."""
-        self.judge.panel.client.close()
+        self.judge.ensemble.client.close()
 
     def score(self, batch: MediaBatch) -> RewardOutput:
         """Compare all pairs of all groups at once."""

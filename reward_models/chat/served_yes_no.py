@@ -34,12 +34,12 @@ class ServedYesNo(YesNoJudge):
     ):
         check_positive(frames=frames)
         self.frames, self.template = frames, read_template(template, ("question", "media"))
-        self.panel = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
-        self.version = self.panel.version(frames=frames, **describe(self.template))
+        self.ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
+        self.version = self.ensemble.version(frames=frames, **describe(self.template))
 
     def load(self) -> None:
         """Check that the server is there and offers the model."""
-        self.panel.client.load()
+        self.ensemble.client.load()
 
     def ask(
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
@@ -57,7 +57,7 @@ class ServedYesNo(YesNoJudge):
             for j, question in enumerate(some):
                 places.append((i, j))
                 asked.append([self.template.render(question=question, media=pictures)])
-        for place, verdict in zip(places, self.panel.collect(asked, _read), strict=True):
+        for place, verdict in zip(places, self.ensemble.collect(asked, _read), strict=True):
             if len(verdict.values):
                 answers[place] = float(verdict.values.mean())
         return answers

@@ -230,7 +230,9 @@ class ByStride(ValueFunction):
 
 
 def test_granular_credit_sums_one_advantage_per_stride():
-    got = Granular(strides=(1, 2))(trajectory(samples_per_prompt=4, sde_window=Fixed(0, 1)), ByStride())
+    got = Granular(strides=(1, 2))(
+        trajectory(samples_per_prompt=4, sde_window=Fixed(0, 1)), ByStride()
+    )
     one, two = torch.arange(4.0), torch.arange(4.0) ** 2
     wanted = sum((v - v.mean()) / (v.std(correction=0) + 1e-4) for v in (one, two))
     assert got.normalised

@@ -18,7 +18,7 @@ from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
-from flowalign.types import Examples, Residuals
+from flowalign.types import ALONE, Examples, LossContext, Residuals
 from tests.fixtures.golden import load
 
 # Of two pairs: winners .30 and .62, losers .50 and .41; gaps -.09 and .05:
@@ -41,15 +41,15 @@ def examples(latents, **known):
     return Examples(latents=latents, cond={}, paired=True, **known)
 
 
-def run(loss, policy=POLICY, reference=REFERENCE, **known):
+def run(loss, policy=POLICY, reference=REFERENCE, context=ALONE, **known):
     """Loss, log, and gradient with respect to the policy's residual, from mean errors."""
-    return run_residuals(loss, residual(policy), residual(reference), **known)
+    return run_residuals(loss, residual(policy), residual(reference), context, **known)
 
 
-def run_residuals(loss, policy, reference, **known):
+def run_residuals(loss, policy, reference, context=ALONE, **known):
     policy = policy.clone().requires_grad_()
     residuals = Residuals(policy, reference if loss.requirements.reference else None)
-    value, stats = loss.loss(residuals, examples(policy.detach(), **known))
+    value, stats = loss.loss(residuals, examples(policy.detach(), **known), context)
     return value.detach(), stats, torch.autograd.grad(value, policy)[0]
 
 
@@ -198,7 +198,7 @@ def test_what_is_logged_of_pairs_by_hand():
 def test_an_automatic_beta_follows_the_typical_margin_between_its_bounds():
     auto = AutoBeta(target=0.2, low=50.0, high=500.0)
     for typical, beta in ((0.0, 500.0), (0.001, 500.0), (0.01, 277.2589), (0.5, 50.0)):
-        _, stats, _ = run(DPO(beta=auto), typical_margin=typical)
+        _, stats, _ = run(DPO(beta=auto), context=LossContext(typical))
         assert stats["beta"].item() == pytest.approx(beta)
         assert stats["margin"].item() == pytest.approx(beta * 0.01, rel=1e-3)
 
@@ -307,7 +307,7 @@ def test_kto_by_hand():
         loss,
         desirable=tensor([True, False, True, False]),
         weight=tensor([1.0, 3.0, 1.0, 1.0]),
-        gather=lambda gain: torch.cat([gain.detach(), tensor([0.3, -0.18])]),
+        context=LossContext(gather=lambda gain: torch.cat([gain, tensor([0.3, -0.18])])),
     )
     x = [0.4, 0.8, -1.4, -0.2]  # 20 (gain - .02), turned around for what was not liked
     weight = [2.0, 1.5, 2.0, 0.5]

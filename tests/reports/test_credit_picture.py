@@ -20,16 +20,15 @@ from flowalign.reports.canvas import Scale
 from flowalign.reports.credit_chart import CreditRecord, draw
 from flowalign.reports.run_report import write_report
 from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.credit_record import (
-    CreditPictures,
+    CreditRecorder,
     branches,
     record,
     shown,
     weighted,
     worth_a_picture,
 )
-from flowalign.training.policy_gradient.loop import train_online
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from tests.credit.test_credit_in_rollouts import (
     THREE,
@@ -39,7 +38,15 @@ from tests.credit.test_credit_in_rollouts import (
     values_by_hand,
 )
 from tests.fixtures.fake_run import fake_run
-from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards
+from tests.fixtures.training import (
+    PROMPTS,
+    Watching,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+)
 from tests.training.test_checkpoint import go, new_run
 
 HEADING = "<h2>What each step earned</h2>"
@@ -54,7 +61,7 @@ def _no_curves(monkeypatch):
 def judged(cfg, learner, trajectory, rewards=None):
     seen = []
     values = completion_values(cfg, learner, rewards or new_rewards(), trajectory)
-    judge(cfg, learner, values, seen.append)
+    credited(cfg, learner, values, seen.append)
     return seen[0]
 
 
@@ -116,9 +123,9 @@ def test_what_failed_is_null(tmp_path):
     cfg, learner, trajectory = setting(Gain(), on_failed_reward="drop_sample")
     rewards = blind_rewards(learner, trajectory, "drop_sample", (1, 2))
     seen = judged(cfg, learner, trajectory, rewards)
-    pictures = CreditPictures(tmp_path, cfg.credit, 1, 0)
+    pictures = CreditRecorder(tmp_path, cfg.credit, 1, 0)
     pictures(0, seen)
-    pictures.write()
+    pictures.draw()
     made = json.loads((tmp_path / "step-000000.json").read_text())
     assert [b for b in range(4) if made["values"][b][2] is None] == [1]
     for cells in (made["credit"], made["advantage"]):
@@ -131,7 +138,7 @@ def test_turning_points_are_marked():
     cfg, learner, trajectory = setting(TurningPoint(balance=False))
     seen = judged(cfg, learner, trajectory)
     made = record(0, cfg.credit, seen)
-    assert made.marked == seen.earned.marked[:4].tolist()
+    assert made.marked == seen.credit.marked[:4].tolist()
     assert any(any(row) for row in made.marked)
 
 
@@ -209,9 +216,9 @@ def test_large_pictures_are_reduced_and_keep_their_proportions():
     ids=["turning point", "one sample", "tree"],
 )
 def test_the_record_alone_redraws_all_but_the_small_pictures(tmp_path, credit, sampling, recipe):
-    pictures = CreditPictures(tmp_path / "credit", credit, 1, 0)
+    pictures = CreditRecorder(tmp_path / "credit", credit, 1, 0)
     pictures(0, sampled(credit, sampling, **recipe))
-    assert pictures.write() > 0
+    assert pictures.draw() > 0
     assert sorted(file.name for file in (tmp_path / "credit").iterdir()) == [
         "step-000000.json",
         "step-000000.png",
@@ -261,7 +268,7 @@ def test_colours_are_symmetric_around_zero_and_numbers_readable():
 def test_due_are_the_first_step_the_last_and_those_before_an_evaluation(tmp_path):
     seen = sampled(Gain(), {})
     for every, wanted in ((0, [0, 4]), (2, [0, 1, 3, 4])):
-        pictures, due = CreditPictures(tmp_path, Gain(), 5, every), []
+        pictures, due = CreditRecorder(tmp_path, Gain(), 5, every), []
         for step in range(5):
             pictures.kept = None
             pictures(step, seen)
@@ -270,9 +277,9 @@ def test_due_are_the_first_step_the_last_and_those_before_an_evaluation(tmp_path
 
 
 def test_nothing_is_written_twice(tmp_path):
-    pictures = CreditPictures(tmp_path / "credit", Gain(), 3, 0)
+    pictures = CreditRecorder(tmp_path / "credit", Gain(), 3, 0)
     pictures(1, sampled(Gain(), {}))
-    assert pictures.write() == 0
+    assert pictures.draw() == 0
     assert not (tmp_path / "credit").exists()
 
 
@@ -299,10 +306,11 @@ def test_a_run_writes_its_pictures_and_the_report_shows_them(tmp_path, credit):
 
 def test_who_watches_changes_nothing():
     weights = []
-    for observe in (None, lambda step, judged: shown(judged)):
+    for observer in (None, Watching(lambda step, result: shown(result))):
         cfg, learner = new_recipe(credit=Gain()), new_learner()
         prompts = Prompts(PROMPTS, 3)
-        list(train_online(cfg, learner, new_rewards(), prompts, 0, range(2), observe))
+        loop = PolicyGradientLoop(cfg, learner, new_rewards(), prompts, 0, observer)
+        list(loop.run(range(2)))
         weights.append(flat(learner.policy.denoiser))
     assert torch.equal(*weights)
 

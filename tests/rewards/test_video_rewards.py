@@ -97,7 +97,7 @@ def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
     evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
     assert model.fps == [8.0] * 5
     cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
-    next(cfg.open(new_learner(policy), rewards, 0, ALONE).batches([0]))
+    next(cfg.open(policy, rewards, 0, ALONE).batches([0]))
     assert model.fps == [8.0] * 11
 
 
@@ -238,7 +238,8 @@ def test_below_a_threshold_of_motion_the_still_clip_is_not_preferred():
     assert advantage[0] == min(advantage) < 0
     # A mean of 0.75 misses 0.9: from sigmoid(0) the weight rises by sigmoid'(0) times what misses.
     raised = 1 / (1 + math.exp(-0.25 * 0.15))
-    assert rewards.current_weights[3].item() == pytest.approx(1.4 * raised, abs=1e-4)
+    after = floor.after(floor.start(rewards.dims), torch.tensor([*scores.values()]).T)
+    assert after.scale(rewards.weights)[3].item() == pytest.approx(1.4 * raised, abs=1e-4)
 
 
 def test_behind_a_gate_of_motion_calm_is_worth_nothing_to_the_still_clip():

@@ -5,7 +5,7 @@ from flowalign.runs import bench
 from flowalign.runs.config import load
 from flowalign.utils.costs import Costs
 from flowalign.data.prompts import Prompts
-from flowalign.training.policy_gradient.advantages import judge
+from tests.fixtures.training import credited
 from flowalign.training.policy_gradient.rollouts import rollout, completion_values
 from flowalign.training.policy_gradient.loop import update
 from flowalign.rewards.composite import Rewards
@@ -28,7 +28,7 @@ def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
     costs.count(run.policy.denoiser)
     rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
     trajectory = rollout(run.recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
-    batch, _ = judge(run.recipe, learner, completion_values(run.recipe, learner, rewards, trajectory))
+    batch, _ = credited(run.recipe, learner, completion_values(run.recipe, learner, rewards, trajectory))
     update(run.recipe, learner, batch, 0, 0)
     step = (costs.sampling_evaluations, costs.training_evaluations)
     bench._bare(run, trajectory)

@@ -10,14 +10,13 @@ from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.completion import complete, take
 from flowalign.sampling.rollout import Sampling, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.rollouts import completion_values, finished, rollout
 from flowalign.training.reference import unguided
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import new_learner, new_recipe, new_rewards
+from tests.fixtures.training import credited, new_learner, new_recipe, new_rewards
 
 T = 5
 EVERY = Completion()
@@ -162,7 +161,7 @@ class Asking(CreditEstimator):
 
 def test_the_states_that_a_credit_method_asks_for_are_known_beforehand():
     recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 2)}, credit=Asking(4, 1))
-    assert set(recipe.asked((0, 1))) == {(1, EVERY), (4, EVERY), (4, ONE)}
+    assert set(recipe.requested((0, 1))) == {(1, EVERY), (4, EVERY), (4, ONE)}
 
 
 @pytest.mark.parametrize("k", [-1, T + 1])
@@ -173,13 +172,15 @@ def test_a_state_that_is_not_there_is_refused_before_anything_is_sampled(k):
 
 def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget():
     """Network, decoder and rewards, for 12 samples with all states valued and a budget of 5."""
-    recipe = new_recipe({"num_steps": T, "sde_window": AllButLast(), "micro_batch": 5}, credit=Gain())
+    recipe = new_recipe(
+        {"num_steps": T, "sde_window": AllButLast(), "micro_batch": 5}, credit=Gain()
+    )
     learner, rewards, sizes = new_learner(moving_policy()), new_rewards(), []
     learner.policy.denoiser.register_forward_pre_hook(lambda _, x: sizes.append(len(x[0])))
     decode, score = learner.policy.decode, rewards.models[0].score
     learner.policy.decode = lambda x: sizes.append(len(x)) or decode(x)
     rewards.models[0].score = lambda batch: sizes.append(len(batch.prompts)) or score(batch)
-    judge(
+    credited(
         recipe,
         learner,
         completion_values(

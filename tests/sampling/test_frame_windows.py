@@ -7,8 +7,13 @@ import torch
 from torch import nn
 
 from flowalign.sampling.branching import Tree
-from flowalign.sampling.frame_windows import Fixed, Random, frame_windows, shared_outside
-from flowalign.sampling.sde_windows import Fixed as SDEWindow
+from flowalign.sampling.frame_windows import (
+    FixedFrames,
+    RandomFrames,
+    frame_windows,
+    shared_outside,
+)
+from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import rollout
@@ -64,14 +69,14 @@ def differing(trajectory, k):
 
 LAYOUTS = {
     "chain": {},
-    "shared": {"seeds_per_prompt": 2, "sde_window": SDEWindow(1, 3)},
+    "shared": {"seeds_per_prompt": 2, "sde_window": Fixed(1, 3)},
     "tree": {"branching": Tree(splits=[0, 2], sibling_noise_scale=2.0)},
 }
 
 
 @pytest.mark.parametrize("sampling", LAYOUTS.values(), ids=LAYOUTS)
 def test_samples_of_a_prompt_differ_in_the_clip_and_nowhere_else(sampling):
-    _, _, trajectory = drawn(Fixed(1, 3), **sampling)
+    _, _, trajectory = drawn(FixedFrames(1, 3), **sampling)
     assert differing(trajectory, 4) == [[1, 2], [1, 2]]
     start = trajectory.state(trajectory.num_steps)
     assert (start[0] - start[4]).abs().min() > 0, "prompts share nothing"
@@ -83,7 +88,7 @@ def test_without_a_clip_they_differ_everywhere():
 
 
 def test_a_random_clip_is_drawn_for_each_prompt_and_step_and_reaches_every_place():
-    cfg, learner, _ = drawn(Random(2))
+    cfg, learner, _ = drawn(RandomFrames(2))
     seen = set()
     for step in range(12):
         clips = differing(rollout(cfg, learner, TWO, 0, step), 4)
@@ -126,7 +131,7 @@ CENTRED = (1.5, -0.25, -2.0, 0.75)
 
 def test_with_equal_means_and_centred_advantages_shared_noise_has_no_gradient():
     """Frames that see no other have equal means outside the clip, whatever happens inside."""
-    cfg, learner, trajectory = drawn(Fixed(1, 3))
+    cfg, learner, trajectory = drawn(FixedFrames(1, 3))
     grad = gradient(cfg, learner, trajectory, *CENTRED)
     assert grad[[0, 3, 4]].abs().max() < 1e-6
     assert grad[[1, 2]].abs().min() > 1e-3
@@ -135,13 +140,13 @@ def test_with_equal_means_and_centred_advantages_shared_noise_has_no_gradient():
 
 def test_shared_noise_has_a_gradient_where_advantages_are_not_centred():
     off_centre = [value + 1 for value in CENTRED]
-    grad = gradient(*drawn(Fixed(1, 3)), *off_centre)
+    grad = gradient(*drawn(FixedFrames(1, 3)), *off_centre)
     assert grad[[0, 3, 4]].abs().min() > 1e-3
 
 
 def test_where_frames_see_each_other_it_cancels_at_a_shared_start_and_not_after():
     """One initial noise for all: at step 0 all means are equal, later they are not."""
-    cfg, learner, trajectory = drawn(Fixed(1, 3), Frames(mixing=0.8), seeds_per_prompt=1)
+    cfg, learner, trajectory = drawn(FixedFrames(1, 3), Frames(mixing=0.8), seeds_per_prompt=1)
     by_step = []
     for k in (0, 1):
         one = replace(trajectory, eta=trajectory.eta * (torch.arange(4) == k))
@@ -151,12 +156,12 @@ def test_where_frames_see_each_other_it_cancels_at_a_shared_start_and_not_after(
 
 
 def test_transitions_keep_the_log_probabilities_of_the_policy():
-    metrics = train(*_run(Fixed(1, 3)), steps=1)
+    metrics = train(*_run(FixedFrames(1, 3)), steps=1)
     assert max(v for name, v in metrics[0].items() if "ratio_drift" in name) < 1e-6
 
 
 def test_only_the_weights_of_the_clip_move():
-    cfg, learner = _run(Fixed(1, 3))
+    cfg, learner = _run(FixedFrames(1, 3))
     before = flat(learner.policy.denoiser)
     batch = with_advantages(rollout(cfg, learner, TWO, 0, 0), *CENTRED)
     update(cfg, learner, batch, 0, 0)
@@ -174,7 +179,12 @@ def test_clips_are_refused_for_pictures():
         rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, TWO, 0, 0)
 
 
-@pytest.mark.parametrize("clip", [Fixed(3, 6), Fixed(2, 2), Fixed(-1, 2), Random(6), Random(0)])
+@pytest.mark.parametrize(
+    "clip",
+    [FixedFrames(3, 6), FixedFrames(2, 2), FixedFrames(-1, 2), RandomFrames(6), RandomFrames(0)],
+)
 def test_a_clip_outside_the_latent_frames_is_refused(clip):
-    with pytest.raises(ValueError, match=r"sampling.clip \[.*outside the latent frames \[0, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"sampling.frame_window \[.*outside the latent frames \[0, 5\)"
+    ):
         frame_windows(clip, SHAPE, [generator(0, "clip")])

@@ -21,14 +21,13 @@ from flowalign.sampling.branching import Tree
 from flowalign.sampling.completion import complete, take, velocity
 from flowalign.sampling.rollout import Sampling, Storage, generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import PROMPTS, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import PROMPTS, credited, new_learner, new_recipe, new_rewards, train
 
 KERNELS = [FlowSDE(), DanceSDE(), CPS(), CPS("gaussian"), Precise(), DDIM()]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -110,7 +109,7 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    judged, _ = judge(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
         current = batch.transition(learner.policy)
@@ -176,7 +175,9 @@ def test_kept_means_are_the_means_of_the_trained_steps_only():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
 def test_outside_the_window_states_follow_euler_and_have_no_log_probability(kernel):
     policy = pixel_policy()
-    cfg = Sampling(num_steps=6, samples_per_prompt=2, kernel=kernel, eta=0.6, sde_window=Fixed(2, 4))
+    cfg = Sampling(
+        num_steps=6, samples_per_prompt=2, kernel=kernel, eta=0.6, sde_window=Fixed(2, 4)
+    )
     trajectory = draw(policy, cfg)
     rows = torch.arange(6) // 2
     inside = torch.zeros(6, dtype=torch.bool)

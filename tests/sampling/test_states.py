@@ -13,14 +13,13 @@ from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.rollout import Storage, joined
+from flowalign.sampling.rollout import Storage, concat_trajectories
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.policy_gradient.advantages import judge
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "ccc", "bb"]
 ONE_STEP = Completion(max_steps=1, weights="reference")
@@ -69,7 +68,9 @@ def test_kept_are_states_of_the_window_the_last_and_what_credit_and_chunks_read(
     trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
     assert sorted(trajectory.states) == kept
     for k, state in trajectory.states.items():
-        assert len(state) == len(trajectory.rows.unique_rows(k)), "one row for each state that differs"
+        assert len(state) == len(trajectory.rows.unique_rows(k)), (
+            "one row for each state that differs"
+        )
 
 
 def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajectory():
@@ -85,7 +86,7 @@ def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajector
 
 def test_a_state_that_was_not_kept_is_refused_by_its_number():
     trajectory = rollout(new_recipe(SIX), moving_learner(), THREE, 0, 0)
-    for read in (trajectory.state, trajectory.held):
+    for read in (trajectory.state, trajectory.unique_states):
         with pytest.raises(ValueError, match=r"state 5 .*kept states \[2, 3, 4, 6\]"):
             read(5)
 
@@ -105,7 +106,7 @@ SHORT = {
 @pytest.mark.parametrize("cfg", SHORT.values(), ids=SHORT)
 def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(cfg, monkeypatch):
     cfg, sizes, runs = cfg(), [], []
-    for keep in (Online.kept, everything):
+    for keep in (Settings.kept, everything):
         monkeypatch.setattr(Settings, "kept", keep)
         learner = moving_learner()
         sizes.append(num_bytes(rollout(cfg, learner, THREE, 0, 0)))
@@ -145,7 +146,7 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
     trajectory = rollout(cfg, learner, THREE, 0, 0)
-    judged, _ = judge(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
+    judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     batches = list(minibatches(judged, torch.arange(12), 7))
     assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
     for batch in batches:
@@ -170,7 +171,7 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
     learner = moving_learner()
     parts = [rollout(cfg, learner, [prompt], 0, s) for s, prompt in enumerate(("a", "ccc"))]
     held = sum(map(num_bytes, parts))
-    both = joined(parts)
+    both = concat_trajectories(parts)
     assert num_bytes(both) == held > 0
     for part in parts:
         assert not part.states
@@ -203,7 +204,7 @@ def test_joined_trajectories_find_their_own_states():
     """Of trees, whose rows are fewer than their samples."""
     cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
     first, second = (rollout(cfg, learner, [p], 0, s) for p, s in (("a", 0), ("ccc", 1)))
-    both = joined([replace(t, states=dict(t.states)) for t in (first, second)])
+    both = concat_trajectories([replace(t, states=dict(t.states)) for t in (first, second)])
     for k in (2, 3, 4, 6):
         assert torch.equal(both.state(k), torch.cat([first.state(k), second.state(k)]))
         assert torch.equal(

@@ -24,8 +24,9 @@ from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from flowalign.training.policy_gradient.settings import Settings
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import ALONE, PROMPTS, flat, new_learner, new_recipe, train
+from tests.fixtures.training import ALONE, PROMPTS, as_recipe, flat, new_learner, new_recipe, train
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +53,21 @@ class Mortal(Redness):
         return super().score(batch)
 
 
-def new_run(folder: Path, **changes) -> Run:
+def new_run(folder: Path, recipe: Settings | None = None, **changes) -> Run:
     """Five steps on pixels with all that carries state: moments, EMA, schedule, random window."""
     prompts = folder.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
+    if recipe is None:
+        recipe = new_recipe({"sde_window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5)
     defaults = {
         "policy": PixelPolicy(),
         "rewards": [Redness()],
         "reward_weights": {"redness": 1.0},
-        "prompts": str(prompts),
         "num_steps": 5,
         "output_dir": str(folder),
         "threads": 1,
         "seed": 4,
-        "recipe": new_recipe({"sde_window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5),
+        "recipe": as_recipe(recipe, prompts),
         "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
         "ema": Ema(decay=0.6, every=2),
         "checkpoints": Checkpoints(every=1),

@@ -59,7 +59,9 @@ def _sd3(processes, _):
     move(policy, 0.01)
     learner = new_learner(policy, processes, learning_rate=1e-3)
     recipe = new_recipe(algorithm=GRPO(PPOClip(0.2), kl_coef=0.1), micro_batch=5)
-    sampling = Sampling(num_steps=3, samples_per_prompt=2, sde_window=Random(2, 0, 2), micro_batch=4)
+    sampling = Sampling(
+        num_steps=3, samples_per_prompt=2, sde_window=Random(2, 0, 2), micro_batch=4
+    )
     metrics = train(dataclasses.replace(recipe, sampling=sampling), learner, steps=2)
     return flat(policy.denoiser), [], _comparable(metrics)
 

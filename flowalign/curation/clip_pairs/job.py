@@ -1,13 +1,13 @@
 """Makes a folder of pairs that training reads from a dataset of clips.
 
     train.jsonl, held_out.jsonl   rows as the reader of the method's data expects them
-    latents/  clips/  masks/      both sides of every pair, as trained on and as seen
-    parts/                        what became of each batch of clips; one that is there is done
-    clip_pairs.json               what decided all this
-    summary.json                  pairs, what was dropped and why, costs
+    latents/  clips/  masks/      both sides of every pair, for training and for viewing
+    parts/                        outcome of each batch of clips; an existing part is done
+    clip_pairs.json               settings that decide the pairs
+    summary.json                  numbers of pairs and drops, and costs
 
-Files are written aside and renamed, and a batch is made as a whole, so that an interrupted job that
-is run again gives the same bits.
+Files are written atomically, and a batch is made as a whole: a job that is interrupted and run
+again gives the same bits.
 """
 
 import hashlib

@@ -25,7 +25,7 @@ FILES = (TRAIN, HELD_OUT, SUMMARY, PAGE)
 
 @dataclass(frozen=True)
 class Job:
-    """Says how pairs are made from a table of scores."""
+    """Configures how pairs are made from a table of scores."""
 
     table: Table
     rule: Rule
@@ -160,7 +160,7 @@ def scores(job: Job, row: int) -> dict[str, float]:
 
 
 def write(folder: Path, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows to a temporary JSONL file and rename it."""
+    """Write rows as a JSONL file, atomically."""
     lines = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
     with atomic_write(folder / name) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(lines)

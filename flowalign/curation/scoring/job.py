@@ -22,8 +22,8 @@ RECORDS_PER_PART = 256
 _MEMORY = 1 << 29
 """Bytes of decoded pixels that may wait to be batched, and again as many in unfinished batches."""
 _BATCHES_AHEAD = 2
-_ROWS_BEFORE_JUDGING = 100
-_REASONS_TOLD = 50
+_ROWS_BEFORE_CHECK = 100
+_LISTED_REASONS = 50
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class RunningStats:
             "rows": self.rows,
             "failed": self.failed,
             "failed_fraction": self.failed / self.rows if self.rows else 0.0,
-            "reasons": dict(self.reasons.most_common(_REASONS_TOLD)),
+            "reasons": dict(self.reasons.most_common(_LISTED_REASONS)),
             "dimensions": dims,
         }
 
@@ -153,13 +153,13 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
     started_with = [b for b in parts.blocks() if b % job.shard[1] == job.shard[0]]
     for row in parts.rows(started_with):
         stats.add(row)
-    stats.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+    stats.check(job.max_failed_fraction, _ROWS_BEFORE_CHECK)
     for block, rows in _scored(job, missing(), speed):
         parts.write(block, rows)
         for row in rows:
             stats.add(row)
         watch(stats, speed)
-        stats.check(job.max_failed_fraction, _ROWS_BEFORE_JUDGING)
+        stats.check(job.max_failed_fraction, _ROWS_BEFORE_CHECK)
     return blocks
 
 

@@ -29,8 +29,8 @@ _DIGITS = 8
 class Parts:
     """Stores the rows of each block of records in one file, named after the block.
 
-    A part is written aside and renamed. So a kill loses only the blocks in progress, an existing
-    block is complete, and scoring a block twice gives the same file.
+    A part is written atomically. So a kill loses only the blocks in progress, an existing block is
+    complete, and scoring a block twice gives the same file.
     """
 
     def __init__(self, folder: Path):

@@ -26,7 +26,7 @@ def is_latent(medium: Media) -> bool:
 
 
 def save_latent(path: Path, latent: Float[Tensor, "*latent"], encoder: str) -> None:
-    """Write a latent to a temporary file and rename it; `encoder` is `Policy.encoders()[0]`."""
+    """Write a latent atomically; `encoder` is the first of `Policy.encoders()`."""
     with atomic_write(path) as partial:
         save_file({_NAME: latent.detach().cpu().contiguous()}, partial, {_ENCODER: encoder})
 

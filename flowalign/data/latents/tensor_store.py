@@ -1,9 +1,9 @@
 """Caches rows of tensors by key: computed once by one of all processes, stored in a folder.
 
 <folder>/<hash of its keys>.safetensors holds up to 256 rows and about 64 MiB: `key`, a SHA-256 of
-what was encoded and how, and the tensors. Files are written aside and renamed, and never changed:
-several processes may share a folder, and a kill loses at most one file's work. They are mapped into
-memory, not read: a batch costs its own rows, however large the folder is.
+what was encoded and how, and the tensors. Files are written atomically and never changed: several
+processes may share a folder, and a kill loses at most one file's work. They are mapped into memory,
+not read: a batch costs its own rows, however large the folder is.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class TensorCache:
         wanted: Mapping[Keys, T],
         compute: Callable[[Sequence[tuple[Keys, T]]], dict[Key, str]],
     ) -> dict[Key, str]:
-        """Compute the missing rows, those of one input together; returns why some still miss.
+        """Compute the missing rows, those of one input together; returns why any remain missing.
 
         `compute` puts the rows of the keys that it is given. Processes that share a folder divide
         what they miss among themselves and wait for one another; all of them must call this.

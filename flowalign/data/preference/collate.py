@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.pairs import Pair, Sample
+from flowalign.data.preference.pairs import Example, Pair, Sample, samples_of
 from flowalign.types import Cond, Examples, Label
 
 
@@ -28,7 +28,7 @@ class BatchFields:
     """Names of the scored dimensions, sorted."""
 
     @classmethod
-    def of(cls, examples: Sequence[Pair | Sample]) -> "BatchFields":
+    def of(cls, examples: Sequence[Example]) -> "BatchFields":
         """Collect the fields of a whole dataset; a single batch may lack what others have."""
         pairs = [example for example in examples if isinstance(example, Pair)]
         samples = [sample for example in examples for sample in samples_of(example)]
@@ -60,7 +60,7 @@ class Collator:
 
     def build(
         self,
-        examples: Sequence[Pair | Sample],
+        examples: Sequence[Example],
         flips: Sequence[bool] | None = None,
         drop_prompt: Sequence[bool] | None = None,
         drop_user: Sequence[bool] | None = None,
@@ -106,11 +106,6 @@ class Collator:
         return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
 
 
-def samples_of(example: Pair | Sample) -> tuple[Sample, ...]:
-    """Return winner and loser of a pair, or a sample alone."""
-    return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
-
-
 def _scores(samples: Sequence[Sample], dims: Sequence[str]) -> dict[str, Float[Tensor, "n"]]:
     return {d: torch.tensor([sample.scores.get(d, torch.nan) for sample in samples]) for d in dims}
 
@@ -132,7 +127,7 @@ def _segments(pairs: Sequence[Pair], latents: Tensor) -> Float[Tensor, "m F"]:
     return labels
 
 
-def _users(examples: Sequence[Pair | Sample], drop_user: Sequence[bool] | None) -> list[str]:
+def _users(examples: Sequence[Example], drop_user: Sequence[bool] | None) -> list[str]:
     """Return who judged each example; "" where that is unknown or dropped."""
     dropped = drop_user or [False] * len(examples)
     return ["" if drop else example.user for example, drop in zip(examples, dropped, strict=True)]

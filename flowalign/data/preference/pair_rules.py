@@ -1,6 +1,6 @@
-"""Rules that choose winners and losers among media of one prompt.
+"""Chooses winners and losers among media of one prompt.
 
-They pair the rollouts of online DPO and the scored media of `flowalign pairs`.
+The rules pair the rollouts of online DPO and the scored media of `flowalign pairs`.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Preference data as read from a dataset: pairs, their two samples, and labelled segments."""
+"""Defines preference data as read from a dataset: pairs, samples, and labelled segments."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -68,11 +68,14 @@ Example = Pair | Sample
 """One element of preference data."""
 
 
+def samples_of(example: Example) -> tuple[Sample, ...]:
+    """The samples of an example: winner and loser of a pair, or the sample itself."""
+    return (example.chosen, example.rejected) if isinstance(example, Pair) else (example,)
+
+
 def media_of(example: Example) -> list[Media]:
     """The media of an example: two for a pair, one for a sample."""
-    if isinstance(example, Pair):
-        return [example.chosen.media, example.rejected.media]
-    return [example.media]
+    return [sample.media for sample in samples_of(example)]
 
 
 def texts_of(example: Example) -> list[str]:

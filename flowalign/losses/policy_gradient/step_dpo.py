@@ -25,8 +25,8 @@ class StepDPO(PolicyLoss):
 
     beta: float = 10.0
     reference: Literal["reference", "old"] = "reference"
-    """What likelihoods are relative to. reference: the frozen model, as in SPO. old: the policy
-    that sampled, at no cost."""
+    """Policy that likelihoods are relative to. reference: the frozen model, as in SPO. old: the
+    policy that sampled, at no cost."""
     ratio_clip: float = 0.1
     """Transitions whose ratio to that reference differs from 1 by more have no gradient. SPO:
     0.1."""

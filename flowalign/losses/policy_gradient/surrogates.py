@@ -1,4 +1,4 @@
-"""Define the trust regions of the GRPO family: each turns log-ratios and advantages to a loss."""
+"""Define the trust regions of the GRPO family, which turn log-ratios into losses."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -143,9 +143,9 @@ class RewardClip(Surrogate):
 class LayerTuning(Surrogate):
     """Adds coef * max(A, 0) * mean((v - v_travelled)^2) to another surrogate.
 
-    Good transitions are also imitated, the better the more. Source: Dynamic-TreeRPO,
-    arXiv:2509.23352v3, known to us from reviews only: there the target is the velocity of the best
-    path of a group. The weight max(A, 0) is our reconstruction.
+    Transitions with a positive advantage are also imitated, in proportion to it. Source:
+    Dynamic-TreeRPO, arXiv:2509.23352v3, known to us from reviews only: there the target is the
+    velocity of the best path of a group. The weight max(A, 0) is our reconstruction.
     """
 
     surrogate: Surrogate

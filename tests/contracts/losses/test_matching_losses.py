@@ -17,7 +17,7 @@ from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
-from flowalign.types import Examples, Residuals
+from flowalign.types import Examples, LossContext, Residuals
 
 LOSSES = {
     "dpo": DPO(beta=2.0),
@@ -75,7 +75,6 @@ def draw(n=8, frames=3, seed=0):
         scores={"text": normal(n), "unused": normal(n) * torch.nan},
         segments=torch.stack([labels[i : i + frames] for i in range(m)]) if frames == 3 else None,
         mask=torch.cat([mask, mask]) if n % 2 == 0 else None,
-        typical_margin=1.1,
     )
     return residuals, batch
 
@@ -84,7 +83,7 @@ def run(loss, residuals, batch):
     """Loss, log, and gradient with respect to the policy's residual."""
     policy = residuals.policy.clone().requires_grad_()
     reference = residuals.reference if loss.requirements.reference else None
-    value, stats = loss.loss(Residuals(policy, reference), batch)
+    value, stats = loss.loss(Residuals(policy, reference), batch, LossContext(1.1))
     return value, stats, torch.autograd.grad(value, policy)[0]
 
 

@@ -506,7 +506,9 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
     ]
     path.write_text(yaml.safe_dump({"rewards": build_rewards}))
     (point, win_rate), resolved = load_rewards(str(path))
-    assert point.panel.sampling == Sampling(passes=2, max_tokens=512)  # the rest are its defaults
+    assert point.ensemble.sampling == Sampling(
+        passes=2, max_tokens=512
+    )  # the rest are its defaults
     assert point.score(batch_of(0.2)).values.tolist() == [[pytest.approx(1.8)] * 3]
     assert win_rate.spec.needs == ("prompt", "groups")
     assert "timeout: 120.0" in resolved

@@ -10,7 +10,7 @@ from flowalign.data.preference.attributes import read_attributes
 from flowalign.functional.matching import noised
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.batches import on
-from flowalign.training.matching.loop import train_preference
+from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.references import Teacher
 from flowalign.training.matching.residuals import matching_residuals, noise_for
 from flowalign.training.matching.settings import Settings
@@ -47,11 +47,11 @@ def expert(tmp_path):
 def opened(dataset, expert):
     """A learner with the expert, and the stream of examples."""
     learner = new_learner()
-    learner.expert = expert[1].field(learner)
     cfg = StoredDataset(
         path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5
     )
-    return learner, cfg.open(learner, new_rewards(), 0, ALONE)
+    stream = cfg.open(learner.policy, new_rewards(), 0, ALONE)
+    return learner, stream, expert[1].field(learner)
 
 
 def test_a_row_without_attributes_is_dropped_and_named(dataset):
@@ -65,13 +65,13 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
 
 
 def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):
-    learner, stream = opened(dataset, expert)
+    learner, stream, teacher = opened(dataset, expert)
     cfg = Settings(loss=DPO(beta=100.0))
     (batch,) = stream.batches([0])
     data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0))
     latents = data.examples.latents
     assert torch.equal(latents[:2], latents[2:])
-    errors = matching_residuals(cfg, learner.policy, learner.reference, data, learner.expert)
+    errors = matching_residuals(cfg, learner.policy, learner.reference, data, teacher)
     noise, sigma = data.rows()
     x, cond = noised(latents, noise, sigma), data.examples.expert_cond
     assert cond is not None
@@ -82,8 +82,9 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
 
 
 def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):
-    learner, stream = opened(dataset, expert)
+    learner, stream, teacher = opened(dataset, expert)
     cfg = Settings(loss=DPO(beta=50.0), displacement_patience=0)
-    rows = list(checked(2, train_preference(cfg, learner, stream, 0, range(60))))
+    loop = MatchingLoop(cfg, learner, stream, 0, teacher)
+    rows = list(checked(2, loop.run(range(60))))
     assert rows[0]["policy_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[-1]["policy_loss"] < 0.5 < rows[-1]["implicit_accuracy"]

@@ -29,7 +29,7 @@ def stream(tmp_path, **changes):
         **changes,
     )
     rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0})
-    return cfg.open(new_learner(), rewards, 0, ALONE)
+    return cfg.open(new_learner().policy, rewards, 0, ALONE)
 
 
 def test_a_reward_that_fails_stops_online_training_and_is_named(tmp_path):
@@ -59,7 +59,7 @@ def test_a_reference_that_is_taken_anew_is_not_late_after_a_skipped_update():
 
 def test_the_copy_of_the_start_is_given_up_once_it_has_been_compared():
     learner = new_learner()
-    weights = WeightChecks(learner, "raise")
+    weights = WeightChecks(learner, "raise", lambda _: None)
     for _ in range(2):
         for p in learner.parameters:
             p.grad = torch.full_like(p, 0.1)

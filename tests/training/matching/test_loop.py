@@ -22,7 +22,7 @@ from flowalign.training.matching.loop import micro_batch_loss
 from flowalign.training.matching.residuals import noise_for
 from flowalign.training.matching.source import Batch
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
-from flowalign.types import MatchingLoss, Requirements
+from flowalign.types import ALONE, MatchingLoss, Requirements
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import Given, pairs, recipe, train
@@ -56,22 +56,22 @@ class Scripted(MatchingLoss):
     def __post_init__(self):
         object.__setattr__(self, "seen", [])
 
-    def loss(self, errors, batch):
-        self.seen.append((errors, batch))
-        return errors.policy.square().mean(), {k: tensor(v) for k, v in self.stats.items()}
+    def loss(self, residuals, batch, context=ALONE):
+        self.seen.append((residuals, batch, context))
+        return residuals.policy.square().mean(), {k: tensor(v) for k, v in self.stats.items()}
 
 
 # Checks -------------------------------------------------------------------------------------------
 
 
 def test_before_any_update_the_loss_is_log_2_and_a_note_says_so():
-    learner = new_learner()
-    first, second = train(recipe(), learner, pairs(), steps=2)
+    messages = []
+    first, second = train(recipe(), new_learner(), pairs(), steps=2, log=messages.append)
     assert first["check/loss_at_start"] == pytest.approx(log(2), abs=1e-6)
     assert first["policy_loss"] == pytest.approx(log(2), abs=1e-6)
     assert "check/loss_at_start" not in second
     assert second["policy_loss"] < log(2)
-    assert learner.notes == ["loss before the first update: 0.693147, of equal networks 0.693147"]
+    assert messages == ["loss before the first update: 0.693147, of equal networks 0.693147"]
 
 
 def test_with_weights_the_first_loss_is_log_2_times_their_mean():
@@ -92,9 +92,10 @@ def test_a_policy_that_differs_from_its_reference_is_stopped_before_any_update()
 
 def test_one_that_differs_goes_on_where_it_may_and_a_note_says_so():
     learner = new_learner(Restless())
-    train(recipe(on_failed_check="warn"), learner, pairs())
+    messages = []
+    train(recipe(on_failed_check="warn"), learner, pairs(), log=messages.append)
     assert learner.num_updates == 1
-    assert "policy and reference differ" in learner.notes[1]
+    assert "policy and reference differ" in messages[1]
 
 
 def test_a_loss_that_may_begin_anywhere_is_not_checked():
@@ -142,35 +143,36 @@ def test_the_highest_of_some_levels_of_a_schedule_is_their_first():
 
 
 def test_displacement_is_said_once_and_again_only_after_a_better_update():
-    learner = new_learner()
-    checks = MatchingChecks(recipe(displacement_patience=3), learner)
+    messages = []
+    checks = MatchingChecks(recipe(displacement_patience=3), new_learner(), {}, messages.append)
     worse = [1, 1, 1, 1, 1, -1, 1, 1, 1]
     said = []
     for drift in worse:
         checks.watch({"drift_chosen": 0.1 * drift})
-        said.append(len(learner.notes))
+        said.append(len(messages))
     assert said == [0, 0, 1, 1, 1, 1, 1, 1, 2]
-    assert "for 3 updates the policy has matched winners worse" in learner.notes[0]
+    assert "for 3 updates the policy has matched winners worse" in messages[0]
     assert checks.metrics()["displaced_in_a_row"] == 3
 
 
 def test_an_alarm_of_0_is_never_said_and_a_nan_is_no_displacement():
-    learner = new_learner()
-    checks = MatchingChecks(recipe(displacement_patience=0), learner)
+    messages = []
+    checks = MatchingChecks(recipe(displacement_patience=0), new_learner(), {}, messages.append)
     for drift in (1.0, 1.0, math.nan, 1.0):
         checks.watch({"drift_chosen": drift})
-    assert learner.notes == []
+    assert messages == []
     assert checks.metrics()["displaced_in_a_row"] == 1
 
 
 def test_displacement_is_counted_in_updates_and_a_resumed_run_goes_on_counting():
     loss = Scripted({"policy_loss": 1.0, "drift_chosen": 0.5})
     cfg = recipe(loss=loss, updates_per_step=2, displacement_patience=5)
-    learner = new_learner()
-    metrics = train(cfg, learner, pairs(4), steps=[0])
-    metrics += train(cfg, learner, pairs(4), steps=[1, 2])  # with checks of its own
+    learner, messages = new_learner(), []
+    carried = {"log": messages.append, "loss_state": {}}
+    metrics = train(cfg, learner, pairs(4), steps=[0], **carried)
+    metrics += train(cfg, learner, pairs(4), steps=[1, 2], **carried)  # with checks of its own
     assert [m["displaced_in_a_row"] for m in metrics] == [2, 4, 6]
-    assert ["displacement" in note for note in learner.notes] == [True]
+    assert ["displacement" in note for note in messages] == [True]
 
 
 # Updates ------------------------------------------------------------------------------------------
@@ -206,10 +208,10 @@ def test_every_part_of_every_epoch_is_an_update_of_its_own():
     loss = Scripted({"policy_loss": 1.0})
     train(recipe(loss=loss, updates_per_step=3, epochs_per_step=2), learner, pairs(8), steps=1)
     assert learner.num_updates == 6
-    sizes = [len(batch.latents) // 2 for _, batch in loss.seen]
+    sizes = [len(batch.latents) // 2 for _, batch, _ in loss.seen]
     assert sizes == [3, 3, 2, 3, 3, 2]
     for epoch in (loss.seen[:3], loss.seen[3:]):
-        rows = torch.cat([batch.latents.chunk(2)[0] for _, batch in epoch])
+        rows = torch.cat([batch.latents.chunk(2)[0] for _, batch, _ in epoch])
         assert torch.equal(rows.unique(dim=0), pairs(8).latents[:8].unique(dim=0))
 
 
@@ -324,8 +326,8 @@ def test_losses_of_single_rows_learn_from_the_rows_of_pairs(loss):
 def test_single_rows_come_without_partner_and_with_their_labels():
     loss = Scripted({"policy_loss": 1.0}, Requirements(reference=False, paired=False))
     train(recipe(loss=loss), new_learner(), pairs(3, segments=torch.ones(3, 1)))
-    ((errors, batch),) = loss.seen
-    assert (batch.paired, batch.segments, len(errors.policy)) == (False, None, 6)
+    ((residuals, batch, _),) = loss.seen
+    assert (batch.paired, batch.segments, len(residuals.policy)) == (False, None, 6)
     winners = batch.latents[batch.desirable]
     assert {tuple(row) for row in winners.tolist()} == {
         tuple(row) for row in pairs(3).latents[:3].tolist()
@@ -393,20 +395,20 @@ def test_a_loss_without_reference_costs_none():
 
 
 def test_the_typical_margin_is_a_running_mean_that_begins_with_the_first_size():
-    learner, seen = new_learner(), []
+    learner, loss_state, seen = new_learner(), {}, []
     for size in (0.0, 4.0, 2.0):
-        loss = Scripted({"policy_loss": 1.0, "margin_abs": size})
-        train(recipe(loss=loss), learner, pairs(3), steps=[learner.num_updates])
-        seen.append((loss.seen[0][1].typical_margin, learner.loss_state["typical_margin"]))
+        loss, steps = Scripted({"policy_loss": 1.0, "margin_abs": size}), [learner.num_updates]
+        train(recipe(loss=loss), learner, pairs(3), steps=steps, loss_state=loss_state)
+        seen.append((loss.seen[0][2].typical_margin, loss_state["typical_margin"]))
     assert seen == [(0.0, 0.0), (0.0, 4.0), (4.0, pytest.approx(0.99 * 4 + 0.01 * 2))]
 
 
 def test_a_margin_that_is_no_number_is_forgotten():
-    learner = new_learner()
+    learner, loss_state = new_learner(), {}
     for size in (4.0, math.nan, math.inf):
-        loss = Scripted({"policy_loss": 1.0, "margin_abs": size})
-        train(recipe(loss=loss), learner, pairs(3), steps=[learner.num_updates])
-    assert learner.loss_state["typical_margin"] == 4.0
+        loss, steps = Scripted({"policy_loss": 1.0, "margin_abs": size}), [learner.num_updates]
+        train(recipe(loss=loss), learner, pairs(3), steps=steps, loss_state=loss_state)
+    assert loss_state["typical_margin"] == 4.0
 
 
 def test_a_beta_that_follows_margins_is_high_first_and_then_follows_them():
@@ -446,5 +448,5 @@ def test_numbers_that_no_recipe_can_have_are_refused_by_name():
     for name in ("sft", "kl"):
         with pytest.raises(ValueError, match=f"recipe.{name} is -0.5"):
             recipe(**{name: -0.5})
-    with pytest.raises(ValueError, match=r"recipe\.alarm is -1"):
+    with pytest.raises(ValueError, match=r"recipe\.displacement_patience is -1"):
         recipe(displacement_patience=-1)

@@ -11,7 +11,7 @@ from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.reports import run_report as report
 from flowalign.runs import session as runs
-from flowalign.runs.config import Ema, PreferenceRun
+from flowalign.runs.config import Ema, Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
@@ -23,7 +23,7 @@ from flowalign.training.reference import WeightOverride, conditional
 from flowalign.types import Personal
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.preference import painted, pairs, recipe, train
+from tests.fixtures.preference import as_recipe, painted, pairs, recipe, train
 from tests.fixtures.training import flat, new_learner
 
 X = torch.tensor([[0.3, -1.2, 0.8], [2.0, 0.1, -0.4]])
@@ -222,38 +222,39 @@ class Killed(BaseException):
     """What no code may catch and survive."""
 
 
-def new_run(folder, **changes) -> PreferenceRun:
+def new_run(folder, data=None, **changes) -> Run:
     """Five steps with all that carries state."""
     path, shown = folder.parent / "data.jsonl", folder.parent / "shown.jsonl"
     if not path.exists():
         painted(folder.parent, 6)
         painted(folder.parent, 3, "shown")
         (folder.parent / "prompts.txt").write_text("p\nppp\n")
+    data = data or StoredDataset(
+        path=str(path), held_out=str(shown), batch_size=4, flip=0.5, prompt_dropout=0.3
+    )
+    settings = recipe(
+        loss=DPO(beta=AutoBeta(low=0.1)),
+        reference=EMAReference(decay=0.8),
+        micro_batch=3,
+        updates_per_step=2,
+        displacement_patience=2,
+    )
     defaults = {
         "policy": PixelPolicy(),
         "num_steps": 5,
         "output_dir": str(folder),
         "threads": 1,
         "seed": 4,
-        "data": StoredDataset(
-            path=str(path), held_out=str(shown), batch_size=4, flip=0.5, prompt_dropout=0.3
-        ),
         "evaluation": Evaluation(
             prompts={"all": str(folder.parent / "prompts.txt")}, num_prompts=4, num_steps=2, every=2
         ),
-        "recipe": recipe(
-            loss=DPO(beta=AutoBeta(low=0.1)),
-            reference=EMAReference(decay=0.8),
-            micro_batch=3,
-            updates_per_step=2,
-            displacement_patience=2,
-        ),
+        "recipe": as_recipe(settings, data),
         "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
         "ema": Ema(decay=0.6, every=2),
         "checkpoints": Checkpoints(every=1),
         "device": "cpu",
     }
-    return PreferenceRun(**defaults | changes)
+    return Run(**defaults | changes)
 
 
 class Answering(PixelPolicy, Personal):
@@ -266,7 +267,7 @@ class Answering(PixelPolicy, Personal):
 def test_users_may_be_hidden_from_a_policy_that_answers_to_them(tmp_path):
     hiding = {"data": StoredDataset(path=str(tmp_path / "data.jsonl"), user_dropout=0.25)}
     run = new_run(tmp_path / "run", policy=Answering(), **hiding)
-    assert run.data.user_dropout == 0.25
+    assert run.recipe.data.user_dropout == 0.25
     with pytest.raises(ValueError, match="the policy PixelPolicy is never told"):
         new_run(tmp_path / "run", **hiding)
 
@@ -281,7 +282,7 @@ def state(folder, step: int) -> dict[str, torch.Tensor]:
 
 def loss_state(folder, step: int) -> dict[str, float]:
     where = folder / "checkpoints" / f"step-{step:06d}" / "state" / "loop.json"
-    return json.loads(where.read_text())["carried"]
+    return json.loads(where.read_text())["loop"]["loss_state"]
 
 
 def metrics(folder) -> list[dict]:
@@ -295,7 +296,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
     monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
-    update, left = loop.update, 2 * after + 1
+    update, left = loop.MatchingLoop._update, 2 * after + 1
 
     def mortal(*args):
         nonlocal left
@@ -305,7 +306,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after
         return update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "update", mortal)
+        patch.setattr(loop.MatchingLoop, "_update", mortal)
         with pytest.raises(Killed):
             go(new_run(broken))
     newest = checkpoint.latest(broken / "checkpoints")

@@ -30,6 +30,7 @@ from flowalign.training.matching.evaluation import held_out_metrics
 from flowalign.training.matching.references import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.stored import StoredDataset
+from flowalign.training.recipe import RunContext
 from flowalign.types import RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
@@ -117,8 +118,13 @@ def test_held_out_pairs_are_read_apart_and_shown_without_mirrors_or_dropout(tmp_
     assert stored(painted(tmp_path, 4), new_learner()).held_out() is None
 
 
+def told_of(rewards: Rewards) -> RunContext:
+    """What a source is told of a run with these rewards."""
+    return RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=1, evaluates=True)
+
+
 def test_files_that_do_not_exist_are_refused_by_name(tmp_path):
-    path, rewards = painted(tmp_path, 2), Rewards([], {})
+    path, rewards = painted(tmp_path, 2), told_of(Rewards([], {}))
     StoredDataset(path=path).check(rewards)
     with pytest.raises(ValueError, match=r"no/train\.jsonl' does not exist"):
         StoredDataset(path="no/train.jsonl").check(rewards)
@@ -139,7 +145,7 @@ def test_too_many_unusable_rows_are_refused_with_counts_and_reasons(tmp_path):
     with pytest.raises(ValueError, match=r"3 of the 9 pairs of .*data\.jsonl are left") as e:
         stored(path, new_learner())
     message = str(e.value)
-    assert "out, 2 of them unusable; data.max_dropped_fraction is 0.05" in message
+    assert "out, 2 of them unusable; recipe.data.max_dropped_fraction is 0.05" in message
     assert "2 missing file: data.jsonl row 7" in message
     assert "1 tie" in message
     assert len(message.splitlines()) <= 5
@@ -147,10 +153,10 @@ def test_too_many_unusable_rows_are_refused_with_counts_and_reasons(tmp_path):
 
 def test_as_many_as_are_allowed_are_dropped_and_told_in_a_note(tmp_path):
     path = with_broken_rows(tmp_path, good=6, missing=2, ties=1)
-    learner = new_learner()
-    stream = stored(path, learner, max_dropped_fraction=0.25)
-    assert len(stream.units) == 6
-    (note,) = learner.notes
+    messages = []
+    stream = stored(path, new_learner(), log=messages.append, max_dropped_fraction=0.25)
+    assert len(stream.examples) == 6
+    (note,) = messages
     assert "3 of the 9 pairs" in note
     assert "2 missing file" in note
 
@@ -158,14 +164,15 @@ def test_as_many_as_are_allowed_are_dropped_and_told_in_a_note(tmp_path):
 def test_ties_and_repeated_pairs_count_neither_for_nor_against_the_limit(tmp_path):
     path = Path(with_broken_rows(tmp_path, good=6, missing=0, ties=20))
     path.write_text(path.read_text() + path.read_text().splitlines()[0] + "\n")
-    learner = new_learner()
-    assert len(stored(str(path), learner, max_dropped_fraction=0.0).units) == 6
-    assert "21 of the 27 pairs" in learner.notes[0]
-    assert "0 of them unusable" in learner.notes[0]
+    messages = []
+    stream = stored(str(path), new_learner(), log=messages.append, max_dropped_fraction=0.0)
+    assert len(stream.examples) == 6
+    assert "21 of the 27 pairs" in messages[0]
+    assert "0 of them unusable" in messages[0]
     path = with_broken_rows(tmp_path, good=6, missing=1, ties=20)
     with pytest.raises(ValueError, match="1 of them unusable"):  # a seventh, not one of 27
         stored(path, new_learner(), max_dropped_fraction=0.1)
-    assert len(stored(path, new_learner(), max_dropped_fraction=0.15).units) == 6
+    assert len(stored(path, new_learner(), max_dropped_fraction=0.15).examples) == 6
 
 
 def test_nothing_usable_is_refused_whatever_is_allowed(tmp_path):
@@ -182,13 +189,14 @@ def test_media_that_cannot_be_encoded_are_dropped_too(tmp_path):
             latent = super().embed(media)
             return latent.where(latent[:, :1] < 2, torch.nan)
 
-    learner = new_learner(Picky())
-    stream = stored(painted(tmp_path, 6), learner, max_dropped_fraction=0.9)
+    messages, learner = [], new_learner(Picky())
+    path = painted(tmp_path, 6)
+    stream = stored(path, learner, log=messages.append, max_dropped_fraction=0.9)
     red = torch.tensor([shade(k)[0][0] for k in range(6)]) / 255
     kept = int((red.logit() < 2).sum())
     assert 0 < kept < 6
-    assert len(stream.units) == kept
-    assert f"{6 - kept} its latent is not finite" in learner.notes[0]
+    assert len(stream.examples) == kept
+    assert f"{6 - kept} its latent is not finite" in messages[0]
 
 
 def test_a_pair_loses_its_prompt_for_both_and_only_so_often(tmp_path):
@@ -239,16 +247,16 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
     assert examples.desirable.tolist() == [bool(k % 2) for k in place.tolist()]
     assert_close(examples.latents, rows_of(4)[place])
     assert stream.held_out().paired
-    learner = stream.learner
+    learner = new_learner()
     (metrics,) = train(recipe(loss=KTO(beta=5.0)), learner, stream)
     assert metrics["check/loss_at_start"] == pytest.approx(0.5, abs=1e-6)
     found = held_out_metrics(recipe(), learner, stream.held_out(), 0)
     assert found["eval/pairs/implicit_accuracy"] in (0.0, 0.5, 1.0)
 
 
-def opened_for(requires: set, path: str, learner):
+def opened_for(requires: set, path: str, log=lambda _: None):
     cfg = StoredDataset(path=path, kind="samples", batch_size=4)
-    return cfg.open(learner, Rewards([], {}), 0, learner.processes, requires)
+    return cfg.open(new_learner().policy, Rewards([], {}), 0, ALONE, requires, log)
 
 
 def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
@@ -256,11 +264,11 @@ def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     rows[1] |= {"chosen_score": 1, "rejected_score": 1}
     jsonl(path, rows)
-    learner = new_learner()
-    stream = opened_for(KTO().requirements.requires, str(path), learner)
-    assert sorted(unit.desirable for unit in stream.units) == [False, False, True, True]
-    assert "2 neither liked nor disliked" in learner.notes[0]
-    assert len(opened_for(SFT().requirements.requires, str(path), new_learner()).units) == 6
+    messages = []
+    stream = opened_for(KTO().requirements.requires, str(path), messages.append)
+    assert sorted(unit.desirable for unit in stream.examples) == [False, False, True, True]
+    assert "2 neither liked nor disliked" in messages[0]
+    assert len(opened_for(SFT().requirements.requires, str(path)).examples) == 6
 
 
 def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
@@ -268,16 +276,16 @@ def test_a_plain_folder_is_fitted_and_not_taken_for_liked(tmp_path):
         name = paint(tmp_path, f"i{k}", shade(k)[0])
         (tmp_path / name).with_suffix(".txt").write_text("p" * (k + 1))
     learner = new_learner()
-    stream = opened_for(SFT().requirements.requires, str(tmp_path), learner)
+    stream = opened_for(SFT().requirements.requires, str(tmp_path))
     (metrics,) = train(recipe(loss=SFT()), learner, stream)
     assert metrics["fitted"] == 1.0
     with pytest.raises(ValueError, match=r"4 of the 4 samples .*\n4 neither liked nor disliked"):
-        opened_for(KTO().requirements.requires, str(tmp_path), new_learner())
+        opened_for(KTO().requirements.requires, str(tmp_path))
 
 
 def test_settings_of_pairs_are_refused_for_samples():
     for wrong in ({"stage_steps": 3}, {"weighting": GapWeights(scores={"a": 1.0})}):
-        with pytest.raises(ValueError, match=r"are of pairs; data\.kind is samples"):
+        with pytest.raises(ValueError, match=r"are of pairs; recipe\.data\.kind is samples"):
             StoredDataset(path="x", kind="samples", **wrong)
 
 
@@ -320,7 +328,7 @@ def test_pairs_weigh_what_their_scores_say(tmp_path):
     weighting = GapWeights(scores={"a": 1.0, "b": -0.5}, alpha=4.0)
     stream = stored(path, new_learner(), weighting=weighting)
     # a - b / 2: chosen 1, 2, 0; rejected -1, 1, 1; in [0, 1]: 2/3, 1, 1/3 and 0, 2/3, 2/3.
-    weights = [unit.weight for unit in stream.units]
+    weights = [unit.weight for unit in stream.examples]
     assert weights == pytest.approx([4 ** (2 / 3) - 1, 3 * (4 - 4 ** (2 / 3)), 0.0], rel=1e-5)
     examples = batch_of(stream).examples
     place = (examples.cond["length"][:, 0] - 1).long()
@@ -553,7 +561,7 @@ def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **change
         }
         | changes
     )
-    return cfg.open(learner or new_learner(), rewards, seed, ALONE)
+    return cfg.open((learner or new_learner()).policy, rewards, seed, ALONE)
 
 
 def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -566,7 +574,7 @@ def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         for k in range(count)
     ]
     repeated = [text for text in texts for _ in range(count)]
-    policy = stream.learner.policy
+    policy = stream.policy
     with torch.no_grad():
         latents = generate(policy, repeated, cfg.num_steps, seeds, 64)
     pixels = policy.decode(latents)[:, 0, :, 0, 0]
@@ -761,8 +769,8 @@ def test_rollouts_that_compare_nothing_are_refused(prompts):
     cfg = Rollouts(prompts=prompts)
     for rewards in (Rewards([], {}), Rewards([Redness()], {"redness": 0.0})):
         with pytest.raises(ValueError, match="name reward models in rewards, and weigh"):
-            cfg.check(rewards)
-    cfg.check(Rewards([Redness()], {"redness": 1.0}))
+            cfg.check(told_of(rewards))
+    cfg.check(told_of(Rewards([Redness()], {"redness": 1.0})))
     with pytest.raises(ValueError, match=r"data\.samples_per_prompt is 1"):
         Rollouts(prompts=prompts, samples_per_prompt=1)
     for name in ("prompts_per_step", "num_steps", "micro_batch"):
@@ -774,7 +782,7 @@ def test_fewer_prompts_than_processes_are_refused(prompts):
     cfg = Rollouts(prompts=prompts, prompts_per_step=1, samples_per_prompt=4, rule=Gap())
     rewards, two = Rewards([Redness()], {"redness": 1.0}), Processes(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"data\.prompts_per_step is 1, fewer than the 2"):
-        cfg.open(new_learner(), rewards, 0, two)
+        cfg.open(new_learner().policy, rewards, 0, two)
 
 
 # Two processes ------------------------------------------------------------------------------------
@@ -798,17 +806,17 @@ def _stored(folder: Path, processes: Processes):
         held_out=shown,
         cache=str(folder / f"cache{processes.world}"),
     )
-    return (
-        learner,
-        train(cfg, learner, stream, 3),
-        held_out_metrics(cfg, learner, stream.held_out(), 0),
-    )
+    loss_state: dict[str, float] = {}
+    metrics = train(cfg, learner, stream, 3, loss_state=loss_state)
+    return learner, metrics, held_out_metrics(cfg, learner, stream.held_out(), 0), loss_state
 
 
 def _samples(folder: Path, processes: Processes):
     learner = new_learner(processes=processes)
     stream = stored(str(folder / "data.jsonl"), learner, kind="samples", batch_size=5)
-    return learner, train(recipe(loss=KTO(beta=5.0)), learner, stream, 3), {}
+    loss_state: dict[str, float] = {}
+    metrics = train(recipe(loss=KTO(beta=5.0)), learner, stream, 3, loss_state=loss_state)
+    return learner, metrics, {}, loss_state
 
 
 def _rollouts(folder: Path, processes: Processes, **changes):
@@ -823,9 +831,11 @@ def _rollouts(folder: Path, processes: Processes, **changes):
         on_failed_reward="drop_sample",
     )
     rewards = Rewards([Redness(fail_on="ab")], {"redness": 1.0})
-    metrics = train(recipe(**changes), learner, cfg.open(learner, rewards, 0, processes), 4)
+    loss_state: dict[str, float] = {}
+    stream = cfg.open(learner.policy, rewards, 0, processes)
+    metrics = train(recipe(**changes), learner, stream, 4, loss_state=loss_state)
     assert {m["pairs"] for m in metrics} == {1, 2}
-    return learner, metrics, {}
+    return learner, metrics, {}, loss_state
 
 
 def _rollouts_rows(folder: Path, processes: Processes):
@@ -840,10 +850,10 @@ RUNS = {f.__name__: f for f in (_stored, _samples, _rollouts_pairs, _rollouts_ro
 
 
 def _made(name: str, folder: Path, processes: Processes):
-    learner, metrics, shown = RUNS[name](folder, processes)
-    pace = ("timing/", "throughput", "pairs_per_second", "check/rank", "check/moved")
+    learner, metrics, shown, loss_state = RUNS[name](folder, processes)
+    pace = ("timing/", "throughput", "pairs_per_second", "check/max_rank", "check/moved")
     kept = [{k: v for k, v in m.items() if not k.startswith(pace)} for m in metrics]
-    return flat(learner.policy.denoiser), [*kept, shown], learner.loss_state, learner.num_updates
+    return flat(learner.policy.denoiser), [*kept, shown], loss_state, learner.num_updates
 
 
 def _one_of_two(rank: int, folder: str):

@@ -20,7 +20,7 @@ from flowalign.data.preference.pairs import media_of
 from flowalign.distributed import processes as distributed
 from flowalign.distributed.processes import Processes
 from flowalign.media.media import Media
-from flowalign.training.matching import errors as matching
+from flowalign.training.matching import residuals as matching
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
 from tests.fixtures.training import new_learner
@@ -108,8 +108,9 @@ def test_a_note_says_what_the_cache_has_saved(tmp_path):
     path, folder = painted(tmp_path, 3), str(tmp_path / "cache")
 
     def said(**changes) -> list[str]:
-        stored(path, learner := new_learner(), **changes)
-        return learner.notes
+        messages = []
+        stored(path, new_learner(), log=messages.append, **changes)
+        return messages
 
     new = "6 latents: 6 encoded now, 0 known; 4 prompts: 4 encoded now, 0 known"
     old = "6 latents: 0 encoded now, 6 known; 4 prompts: 0 encoded now, 4 known"

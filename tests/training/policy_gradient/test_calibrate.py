@@ -23,9 +23,9 @@ from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient import credit_record as credit_picture
-from flowalign.training.policy_gradient.calibrate import calibrated, draws, is_calibrating
+from flowalign.training.policy_gradient.calibrate import draws, is_calibrating
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import PROMPTS, new_recipe
+from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def moving_policy() -> PixelPolicy:
     return policy
 
 
-def new_run(folder: Path, reward=None, **changes) -> Run:
+def new_run(folder: Path, reward=None, recipe=None, **changes) -> Run:
     prompts = folder.parent / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     defaults = {
@@ -62,15 +62,15 @@ def new_run(folder: Path, reward=None, **changes) -> Run:
         "device": "cpu",
         "threads": 1,
         "reward_weights": {"redness": 1.0},
-        "prompts": str(prompts),
         "num_steps": 2,
         "seed": 4,
         "output_dir": str(folder),
         "checkpoints": Checkpoints(every=1),
-        "recipe": new_recipe({"sde_window": Fixed(0, 3), "eta": 0.8}, credit=Gain()),
-        "calibration": Calibration(num_samples=10, iterations=3),
     }
-    return Run(**defaults | changes)
+    recipe = recipe or new_recipe({"sde_window": Fixed(0, 3), "eta": 0.8}, credit=Gain())
+    calibration = Calibration(num_samples=10, iterations=3)
+    recipe = as_recipe(recipe, prompts, calibration=calibration)
+    return Run(**defaults | {"recipe": recipe} | changes)
 
 
 def begin(run: Run):
@@ -79,7 +79,7 @@ def begin(run: Run):
 
 def levels(run: Run):
     session = begin(run)
-    return calibrated(run, session.learner, session.rewards, session.folder, session.log), session
+    return session.loop.cfg, session
 
 
 def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
@@ -88,7 +88,7 @@ def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
     recipe, session = levels(run)
     history = read_calibration(tmp_path / "run" / "calibration.json")
     first, policy = history.iterations[0], session.learner.policy
-    texts, generators = draws(Prompts(read_prompts(run.prompts), 4), 4, 0, 10)
+    texts, generators = draws(Prompts(read_prompts(run.recipe.prompts), 4), 4, 0, 10)
     assert len(set(texts)) == len(PROMPTS), "every prompt, over and over"
     cfg = replace(run.recipe.sampling, samples_per_prompt=1, kernel=DanceSDE(), eta=first.psi)
     trajectory = sample(policy, texts, cfg, (0, 1, 2), generators)
@@ -159,7 +159,9 @@ def test_a_finished_run_is_no_calibration_that_goes_on(tmp_path):
 
 
 def test_another_completion_counts_other_gains(tmp_path):
-    recipe = new_recipe({"sde_window": Fixed(0, 3)}, credit=Gain(), completion=Completion(max_steps=1))
+    recipe = new_recipe(
+        {"sde_window": Fixed(0, 3)}, credit=Gain(), completion=Completion(max_steps=1)
+    )
     levels(new_run(tmp_path / "one", recipe=recipe))
     levels(new_run(tmp_path / "all"))
     one, every = (

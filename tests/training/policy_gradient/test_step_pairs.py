@@ -60,7 +60,7 @@ def test_in_chains_the_best_and_worst_of_a_prompt_meet_step_by_step():
     assert duels(got) == wanted
     members = {(k, b) for k, *both in wanted for b in both}
     assert {(k, b) for b, k in got.mask.nonzero().tolist()} == members
-    assert torch.equal(got.everyone, got.mask)
+    assert torch.equal(got.global_mask, got.mask)
 
 
 def test_where_a_step_branches_only_siblings_meet():
