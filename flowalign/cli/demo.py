@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """The exit code of `flowalign train` on the demo's run file."""
     from flowalign.distributed.launch import relaunch
-    from flowalign.runs.config import load
+    from flowalign.runs.config import load_with_origins
 
     if "RANK" not in os.environ:
         wanted = args.processes or min(2, os.cpu_count() or 1)
@@ -35,8 +35,7 @@ def run(args: argparse.Namespace) -> int:
         args.output_dir = folder
     overrides = ["--seed", str(args.seed), "--output_dir", args.output_dir]
     overrides += ["--num_steps", str(args.steps)] if args.steps else []
-    run_file, config = load(CONFIG, overrides)
-    return execute(run_file, config, None, False)
+    return execute(load_with_origins(CONFIG, overrides), None, False)
 
 
 def _free(name: str) -> str:

@@ -30,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
 
     run_file, _ = load(*settings_of(args))
     if run_file.evaluation is None:
-        raise ConfigError(f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate")
+        raise ConfigError(
+            f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
+        )
     processes = join(run_file.device)
     rewards = run_file.build_rewards()
     _load(run_file, args.weights, rewards)

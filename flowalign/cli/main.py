@@ -12,6 +12,7 @@ from flowalign.cli import (
     check,
     clip_pairs,
     compare,
+    convert,
     demo,
     doctor,
     evaluate,
@@ -29,6 +30,7 @@ EXAMPLES = """examples:
   flowalign check configs/shapes.yaml              validate a run file and print what it will cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
+  flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/credit/shapes/{flow_grpo,dense_grpo}.yaml --seeds 0 1 2
   flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
@@ -47,6 +49,7 @@ VERBS: dict[str, ModuleType] = {
     "clip-pairs": clip_pairs,
     "serve-reward": serve,
     "reward": reward,
+    "convert": convert,
     "doctor": doctor,
 }
 """Each module has HELP, `add_arguments(parser)` and `run(args)`, which returns the exit code."""

@@ -9,7 +9,7 @@ from flowalign.cli.check import planned
 from flowalign.cli.messages import UsageError, add_config, add_processes, printer, settings_of
 
 if TYPE_CHECKING:
-    from flowalign.runs.config import Run
+    from flowalign.runs.config import Loaded
 
 HELP = "Train as a run file says."
 
@@ -30,19 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 for a finished run, 130 for one that was interrupted and can go on."""
-    from flowalign.runs.config import load
+    from flowalign.runs.config import load_with_origins
 
-    run_file, config = load(*settings_of(args))
-    return execute(run_file, config, args.resume, args.overwrite)
+    return execute(load_with_origins(*settings_of(args)), args.resume, args.overwrite)
 
 
-def execute(run_file: "Run", config: str, resume: str | None, overwrite: bool) -> int:
+def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
     """Print the plan, train, and print what came of it."""
     from flowalign.runs import session as runs
     from flowalign.training import checkpoint
     from flowalign.utils.console import table
 
-    log = printer()
+    log, run_file = printer(), loaded.run
     folder = Path(run_file.output_dir)
     world = int(os.environ.get("WORLD_SIZE", 1))
     from_checkpoint = _checkpoint_to_resume(folder, resume) if resume else None
@@ -53,7 +52,7 @@ def execute(run_file: "Run", config: str, resume: str | None, overwrite: bool) -
     try:
         if main and overwrite and not resume:
             runs.remove(folder)
-        session = runs.start(run_file, config, log, from_checkpoint)
+        session = runs.start(run_file, loaded.annotated(), log, from_checkpoint)
         summary = runs.train(session)
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -125,6 +125,21 @@ class Loaded:
     origins: Mapping[str, str]
     """The file, or "command line", that set a dotted key; keys that are absent have defaults."""
 
+    def annotated(self) -> str:
+        """The settings as YAML, each with the file that set it as a comment."""
+        lines, above = self.text.splitlines(), []
+        shown = []
+        for line, after in zip(lines, [*lines[1:], ""], strict=True):
+            if found := _SETTING.match(line):
+                above = [*above[: len(found[1]) // 2], found[2]]
+                if found[3] or after.lstrip().startswith("- "):
+                    line = f"{line}  # {origin_of(self.origins, '.'.join(above)) or 'default'}"
+            shown.append(line)
+        return "\n".join(shown) + "\n"
+
+
+_SETTING = re.compile(r"( *)([\w-]+):( .*)?$")
+
 
 def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Run, str]:
     """One or several run files with overrides such as `--recipe.sampling.eta 0.5`.

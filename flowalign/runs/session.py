@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from flowalign.distributed.processes import Processes, join
 from flowalign.reports.run_report import write_report
@@ -54,7 +55,7 @@ class Session:
 
     run: Run
     config: str
-    """The resolved YAML."""
+    """The complete settings as YAML."""
     folder: Path
     processes: Processes
     learner: Learner
@@ -100,7 +101,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
     if processes.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.yaml", config)
+        _write_config(folder / "config.yaml", config)
     started = time.perf_counter()
     loop = run.recipe.open(run.context(rewards), learner, folder, messages)
     session = Session(
@@ -157,6 +158,12 @@ def train(session: Session) -> dict[str, Any]:
     summary = _summary(session, done, after, seconds, status)
     _close(session.folder, tracker, summary)
     return summary
+
+
+def _write_config(path: Path, config: str) -> None:
+    """Write the settings; equal ones that are there keep their comments, which say the origins."""
+    if not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(config):
+        write_text(path, config)
 
 
 def _refuse_begun(folder: Path) -> None:

@@ -21,7 +21,7 @@ from pipelines.sd3 import SD3
 from pipelines.weights import Lora
 
 SHAPES = "configs/shapes.yaml"
-WINDOW = "flowalign.sampling.sde_windows."
+WINDOW = "flowalign.sampling."
 
 
 @pytest.fixture
@@ -55,19 +55,20 @@ def complaint(config: str, *overrides: str) -> str:
 
 
 INIT = "policy/init_args/"
-SAMPLING = "recipe/sampling/"
-SURROGATE = "recipe/algorithm/init_args/surrogate/"
+RECIPE = "recipe/init_args/"
+SAMPLING = RECIPE + "sampling/"
+SURROGATE = RECIPE + "algorithm/init_args/surrogate/"
 MISSPELT = {
     "nun_steps": ("nun_steps", "num_steps"),
     SAMPLING + "num_step": ("num_step", "recipe.sampling.num_steps"),
-    "recipe/micro_bach": ("micro_bach", "recipe.micro_batch"),
+    RECIPE + "micro_bach": ("micro_bach", "recipe.micro_batch"),
     "optimizer/learning_rat": ("learning_rat", "optimizer.learning_rate"),
     "ema/decai": ("decai", "decay"),
     "evaluation/promts": ("promts", "prompts"),
     INIT + "guidence": ("guidence", "guidance"),
     INIT + "lora/rnk": ("rnk", "rank"),
     SURROGATE + "init_args/clp": ("clp", "clip"),
-    SAMPLING + "window/init_args/stp": ("stp", "stop"),
+    SAMPLING + "sde_window/init_args/stp": ("stp", "stop"),
 }
 
 
@@ -84,7 +85,7 @@ WRONG_VALUES = {
     "seed": (1.5, "seed", "1.5"),
     "device": ("gpu", "device", "gpu"),
     SAMPLING + "eta": ("loud", "recipe.sampling.eta", "loud"),
-    "recipe/advantage_scale": ("gruop", "recipe.advantage_scale", "gruop", "batch"),
+    RECIPE + "advantage_scale": ("gruop", "recipe.advantage_scale", "gruop", "batch"),
     SAMPLING + "states": ({"dtype": "fp32"}, "recipe.sampling.states.dtype", "fp32", "bfloat16"),
     INIT + "precision": ("fp8", "policy.precision", "fp8", "bf16"),
     INIT + "height": ("tall", "policy.height", "tall"),
@@ -94,13 +95,13 @@ WRONG_VALUES = {
     "policy/class_path": ("pipelines.sd3.SD4", "SD4", "did you mean SD3"),
     "rewards/0/class_path": ("reward_models.shapes.ShapeVerifier", "did you mean ShapesVerifier"),
     SAMPLING + "kernel/class_path": (
-        "flowalign.functional.transition.FlowSD",
+        "flowalign.functional.FlowSD",
         "did you mean FlowSDE",
     ),
-    SURROGATE + "class_path": ("flowalign.sampling.sde_windows.Fixed", "flowalign.sampling.sde_windows.Fixed", "Surrogate"),
+    SURROGATE + "class_path": (WINDOW + "Fixed", WINDOW + "Fixed", "Surrogate"),
     "reward_weights": ({"stict": 1.0, "colour": 1.0}, "stict", "strict"),
     "rewards": ([], "rewards is empty"),
-    "prompts": ("no/such.txt", "no/such.txt", "does not exist"),
+    RECIPE + "prompts": ("no/such.txt", "no/such.txt", "does not exist"),
     "evaluation/prompts": ({"seen": "no/such.txt"}, "no/such.txt"),
     SAMPLING + "samples_per_prompt": (1, "samples_per_prompt is 1", "advantage_scale"),
     INIT + "path": (None, "policy", "path"),
@@ -117,8 +118,8 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path
 OUT_OF_RANGE = {
     "num_steps": 0, "threads": 0, "reward_weights": {"strict": 0.0, "clean": 0.0},
     "optimizer/learning_rate": -1.0, "optimizer/max_grad_norm": 0.0, "ema/decay": 1.5,
-    "ema/every": 0, "checkpoints": {"every": 0}, "recipe/prompts_per_step": 0,
-    "recipe/micro_batch": 0, "recipe/updates_per_step": 0, "recipe/epochs_per_step": 0,
+    "ema/every": 0, "checkpoints": {"every": 0}, RECIPE + "prompts_per_step": 0,
+    RECIPE + "micro_batch": 0, RECIPE + "updates_per_step": 0, RECIPE + "epochs_per_step": 0,
     SAMPLING + "num_steps": 0, SAMPLING + "micro_batch": 0, SAMPLING + "eta": 0.0,
     "evaluation/num_prompts": 1, "evaluation/num_steps": 0, "evaluation/micro_batch": 0,
     "evaluation/grid": 0, "evaluation/prompts": {},
@@ -161,16 +162,16 @@ WINDOWS = {
 
 @pytest.mark.parametrize(("window", "named"), WINDOWS.values(), ids=WINDOWS)
 def test_a_window_outside_the_schedule_is_refused_with_its_bounds(written, window, named):
-    assert named in complaint(written(SAMPLING + "window", window))
+    assert named in complaint(written(SAMPLING + "sde_window", window))
 
 
 def test_a_schedule_of_one_step_leaves_no_step_to_train(written):
-    file = written(SAMPLING + "window", {"class_path": WINDOW + "AllButLast"})
+    file = written(SAMPLING + "sde_window", {"class_path": WINDOW + "AllButLast"})
     assert "1 steps" in complaint(file, "--recipe.sampling.num_steps", "1")
 
 
 def test_a_missing_setting_is_named(written):
-    assert "prompts" in complaint(written("prompts", remove=True))
+    assert "prompts" in complaint(written(RECIPE + "prompts", remove=True))
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ PROMPT_FILES = {
 @pytest.mark.parametrize(("name", "content", "said"), PROMPT_FILES.values(), ids=PROMPT_FILES)
 def test_a_prompts_file_without_prompts_is_refused_by_line(tmp_path, name, content, said):
     (tmp_path / name).write_bytes(content)
-    assert said in complaint(SHAPES, "--prompts", str(tmp_path / name))
+    assert said in complaint(SHAPES, "--recipe.prompts", str(tmp_path / name))
 
 
 def test_fp16_on_the_cpu_is_refused():
@@ -301,7 +302,7 @@ def unloadable(monkeypatch):
         (["--policy.path", "assets/shapes"], "assets/shapes is no StableDiffusion3Pipeline folder"),
         (["--num_stpes", "3"], "did you mean num_steps?"),
         (["--recipe.sampling.sde_window.stop", "12"], "[0, 12)"),
-        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--recipe.prompts", "nowhere.txt"], "nowhere.txt"),
     ],
     ids=["size", "missing folder", "no model", "unknown", "window", "prompts"],
 )
