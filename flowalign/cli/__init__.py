@@ -1,1 +1,1 @@
-"""TODO room."""
+"""The command line: one file per verb, which parses, calls and reports."""

@@ -6,21 +6,21 @@ from dataclasses import replace
 
 import torch
 
-from flowalign.sampling.completion import complete
-from flowalign.runs.bench import opened
-from flowalign.runs.config import Run
-from flowalign.training.policy_gradient.recipe import PolicyGradient
-from flowalign.utils.costs import Costs
 from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.distributed.processes import join
 from flowalign.functional.completion import Completion
-from flowalign.training.policy_gradient.rollouts import finished
-from flowalign.training.learner import Learner
 from flowalign.rewards.composite import Rewards
+from flowalign.runs.bench import opened
+from flowalign.runs.config import Run
+from flowalign.sampling.completion import complete
 from flowalign.sampling.rollout import sample
-from flowalign.utils.seeds import generator
+from flowalign.training.learner import Learner
+from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.rollouts import finished
 from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.types import Trajectory
+from flowalign.utils.costs import Costs
+from flowalign.utils.seeds import generator
 
 EVERY = Completion()
 

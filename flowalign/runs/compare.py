@@ -15,15 +15,15 @@ from typing import Any, Literal
 
 import yaml
 
-from flowalign.training import checkpoint
 from flowalign.reports.comparison import Comparison, Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
 from flowalign.runs.config import Run, load
+from flowalign.runs.plan import plan
+from flowalign.training import checkpoint
+from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.subprocesses import Job, run_all
-from flowalign.training.learner import TrainingFailure
-from flowalign.runs.plan import plan
 from flowalign.utils.tracking import read_metrics
 
 Log = Callable[[str], None]

@@ -164,7 +164,9 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
         )
     parser, dashed = _parser(), _with_dashes(overrides)
     try:
-        parsed = parser.parse_args(["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed])
+        parsed = parser.parse_args(
+            ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
+        )
         text = parser.dump(parsed, skip_none=False)
         built = parser.instantiate_classes(parsed)
         run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
@@ -187,9 +189,7 @@ def _with_dashes(overrides: Sequence[str]) -> list[str]:
     return [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
 
 
-def _readable(
-    message: str, config: str, parser: ArgumentParser, origins: Mapping[str, str]
-) -> str:
+def _readable(message: str, config: str, parser: ArgumentParser, origins: Mapping[str, str]) -> str:
     """Name the file and key of a mistake, what it is, and suggest what was meant."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
     keys = [found[1] for line in lines if (found := _KEY.match(line))]

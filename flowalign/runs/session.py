@@ -23,30 +23,11 @@ from flowalign.training.evaluate import Evaluated, evaluate, save_grid
 from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.training.policy_gradient.calibrate import is_calibrating
 from flowalign.training.recipe import Log, Loop
-from flowalign.utils.console import Progress
+from flowalign.utils.console import Messages, Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
+from flowalign.utils.interrupts import stop_on_ctrl_c
 from flowalign.utils.tracking import Tracker
-
-
-class Messages:
-    """Shows messages at once: as plain lines, or above the progress bar while there is one."""
-
-    def __init__(self, log: Log):
-        self.log = self.show = log
-
-    def __call__(self, text: str) -> None:
-        """Show a message."""
-        self.show(text)
-
-    @contextmanager
-    def above(self, progress: Progress) -> Iterator[None]:
-        """Inside, messages are shown above this bar."""
-        self.show = progress.note
-        try:
-            yield
-        finally:
-            self.show = self.log
 
 
 @dataclass
@@ -133,7 +114,7 @@ def train(session: Session) -> dict[str, Any]:
     steps = range(first, run.num_steps)
     after, status, done = None, "finished", first
     with (
-        _stop_on_ctrl_c() as stop,
+        stop_on_ctrl_c() as stop,
         Progress(run.num_steps, first, enabled=session.processes.is_main) as progress,
         session.messages.above(progress),
     ):
@@ -297,24 +278,3 @@ def remove(folder: Path) -> None:
             f"{folder} holds no config.yaml, so it is no run directory and is not deleted"
         )
     shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _stop_on_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C asks to stop after the current step; the second stops at once."""
-    asked: list[int] = []
-
-    def handler(number: int, _: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-
-    try:
-        previous = signal.signal(signal.SIGINT, handler)
-    except ValueError:  # not the main thread: whoever runs us there handles Ctrl-C
-        yield lambda: False
-        return
-    try:
-        yield lambda: bool(asked)
-    finally:
-        signal.signal(signal.SIGINT, previous)

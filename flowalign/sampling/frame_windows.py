@@ -69,8 +69,8 @@ def frame_windows(
     """The window of each prompt. ValueError for pictures, and for frames that do not exist."""
     if len(latent_shape) != 4:
         raise ValueError(
-            "sampling.frame_window is about the frames of a video, but the latents of this policy "
-            f"have shape {tuple(latent_shape)}, not (channels, frames, height, width): set it to null"
+            "sampling.frame_window needs frames of a video, but the latents of this policy "
+            f"have shape {tuple(latent_shape)}, not (channels, frames, height, width): use null"
         )
     return [window.frames(latent_shape[1], generator) for generator in generators]
 

@@ -1,4 +1,4 @@
-"""TODO module docstring."""
+"""Step-level credit: its values, the method that assigns it, and the values that it asks for."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""TODO module docstring."""
+"""Transitions of rollouts, and the interface of the losses that learn from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console, Group
@@ -87,6 +88,26 @@ class Progress:
     def note(self, text: str) -> None:
         """Print a line above the bar, exactly as given."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class Messages:
+    """Shows messages at once: as plain lines, or above the progress bar while there is one."""
+
+    def __init__(self, log: Callable[[str], None]):
+        self.log = self.show = log
+
+    def __call__(self, text: str) -> None:
+        """Show a message."""
+        self.show(text)
+
+    @contextmanager
+    def above(self, progress: Progress) -> Iterator[None]:
+        """Inside, messages are shown above this bar."""
+        self.show = progress.note
+        try:
+            yield
+        finally:
+            self.show = self.log
 
 
 def table(

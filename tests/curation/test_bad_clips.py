@@ -143,7 +143,7 @@ def test_clips_of_a_lower_rate_than_the_policys_are_refused_with_what_to_do(tmp_
     assert "1 too few frames: " in told
     assert "0.mp4 has none between 0.000 and 0.125 s, and 16 a second are wanted: " in told
     assert "leave it out, or set policy.video.fps to 8" in told
-    assert len(stored(path, new_learner(of_frames(FRAMES, 8.0))).units) == 1
+    assert len(stored(path, new_learner(of_frames(FRAMES, 8.0))).examples) == 1
 
 
 def test_pairs_made_of_clips_take_the_frames_of_the_policy_unless_told(tmp_path):

@@ -1,0 +1,13 @@
+"""Runs: a run file and what becomes of it. Settings, plan, session, bench and comparison.
+
+from flowalign.runs import load, start, train
+
+run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
+summary = train(start(run, settings, print))
+"""
+
+from flowalign.runs.config import Ema, Run, load
+from flowalign.runs.plan import plan
+from flowalign.runs.session import Session, start, train
+
+__all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]
