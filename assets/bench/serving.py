@@ -33,7 +33,7 @@ SERVE = """
 import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
-from flowalign.cli.serve import application
+from flowalign.rewards.http import application
 from flowalign.rewards.server import Limits, Service
 app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
 uvicorn.run(app, port={port}, log_level="error")

@@ -7,7 +7,6 @@ from dataclasses import replace
 import torch
 
 from flowalign.data.prompts import Prompts, read_prompts
-from flowalign.distributed.processes import join
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.bench import opened
@@ -19,7 +18,6 @@ from flowalign.training.policy_gradient.recipe import PolicyGradient
 from flowalign.training.policy_gradient.rollouts import finished
 from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.types import Trajectory
-from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 
 EVERY = Completion()

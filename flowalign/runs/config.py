@@ -2,7 +2,6 @@
 
 import difflib
 import importlib
-import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,50 +192,83 @@ def _readable(message: str, config: str, parser: ArgumentParser, origins: Mappin
     """Name the file and key of a mistake, what it is, and suggest what was meant."""
     lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
     keys = [found[1] for line in lines if (found := _KEY.match(line))]
-    wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     key = ".".join(keys)
-    where = f"{origin_of(origins, key) or config}: {key}" if keys else config
-    hint = _did_you_mean(message, parser)
-    what = (wrong[-1] if keys else "\n".join(wrong)) if wrong else lines[0]
+    file = origin_of(origins, _inside(key, _unknown_option(message) or "")) or config
+    hint = _did_you_mean(message, key, parser)
+    where = f"{file}: {key}" if keys else file
+    return "\n".join([f"{where}: {_what(lines, bool(keys))}", *([hint] if hint else [])])
+
+
+def _what(lines: Sequence[str], has_key: bool) -> str:
+    """What is wrong: where its key is known, the innermost line that says anything."""
+    wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
+    what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
-    what += "" if given in what or "Got value" in what else f", not {given}"
-    return "\n".join([f"{where}: {what}", *([hint] if hint else [])])
+    if what.startswith("Expected") and "Got value" not in what and given not in what:
+        what += f", not {given}"
+    return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
 
 
-_KEY = re.compile(r'Parser key "([\w.]+)":')
+_LONGEST = 400
+_KEY = re.compile(r'Parser key "([\w.]+)":$')
 _NOISE = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>|"
-    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$"
+    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
+    r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
 )
+_UNKNOWN = re.compile(
+    r"(?:unrecognized arguments: -*|ambiguous option: -*|"
+    r"Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
+)
+_MISPLACED = {
+    "Not a valid subclass of": "settings of a component stand under its init_args",
+    " is abstract": "name a class_path here, or a run file before this one that does",
+}
+"""What to do about errors of components as a whole."""
 
 
-def _did_you_mean(message: str, parser: ArgumentParser) -> str | None:
-    """The nearest allowed names to the one that an error message complains about."""
-    options = [a.dest for a in parser._actions if not a.dest.endswith("help")]
-    if found := re.search(r"unrecognized arguments: -*([\w.]+)", message):
-        return _nearest(found[1], options)
-    if found := re.search(r"Group '([\w.]+)' does not accept option '([\w.]+)'", message):
-        return _nearest(f"{found[1]}.{found[2]}", options)
-    if found := re.search(r"Option '([\w.]+)' is not accepted", message):
-        paths = re.findall(r"class_path '([\w.]+)'", message)
-        return _nearest(found[1], _arguments_of(paths[-1]) if paths else options)
+def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
+    """The nearest allowed names to the one that an error message complains about below a key."""
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         return _nearest(found[2], dir(importlib.import_module(found[1])))
-    return None
+    if option := _unknown_option(message):
+        paths = re.findall(r"class_path '([\w.]+)'", message)
+        known = _options(_parser_of(paths[-1]) if paths else parser)
+        return _nearest(option, [_inside(key, name) for name in known], key)
+    return next((hint for words, hint in _MISPLACED.items() if words in message), None)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str:
-    """Names like `word`, or all that are allowed in its place."""
-    parent, last = word.rpartition(".")[0], word.rpartition(".")[2]
+def _unknown_option(message: str) -> str | None:
+    """The option that a run or a component does not have, from that one's own point of view."""
+    found = _UNKNOWN.search(message)
+    return _inside(found[1] or "", found[2]) if found else None
+
+
+def _nearest(word: str, known: Sequence[str], key: str = "") -> str:
+    """Names like `word`, which stands below `key`, or all that are allowed in its place."""
+    parent, _, last = _inside(key, word).rpartition(".")
     beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
     beside = {name: k for name, k in beside.items() if not name.startswith("_")}
+    if not beside and parent != key:  # it stands in something that is unknown itself
+        return _nearest(word.rpartition(".")[0], known, key)
     near = difflib.get_close_matches(last, beside, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(beside[name] for name in near)}?"
-    return f"allowed here: {', '.join(beside.values())[:200] or 'nothing'}"
+    return f"allowed here: {', '.join(beside)[:200] or 'nothing'}"
 
 
-def _arguments_of(class_path: str) -> list[str]:
+def _inside(key: str, name: str) -> str:
+    """The dotted name of what stands below a key, either of which may be empty."""
+    return ".".join(part for part in (key, name) if part)
+
+
+def _parser_of(class_path: str) -> ArgumentParser:
+    """Reads the settings of one component, those of its groups included."""
     module, _, name = class_path.rpartition(".")
-    cls = getattr(importlib.import_module(module), name)
-    return [p for p in inspect.signature(cls).parameters if p != "self"]
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(getattr(importlib.import_module(module), name), None)
+    return parser
+
+
+def _options(parser: ArgumentParser) -> list[str]:
+    return [action.dest for action in parser._actions if not action.dest.endswith("help")]

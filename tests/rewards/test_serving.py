@@ -14,7 +14,8 @@ from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
-from flowalign.cli.serve import application, is_loopback, run, snippet
+from flowalign.cli.serve import is_loopback, run, snippet
+from flowalign.rewards.http import application
 from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
 from flowalign.rewards.server import Batcher, Limits, Service
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec

@@ -34,7 +34,7 @@ def written(tmp_path):
             *parents, last = path.split("/")
             place = content
             for key in parents:
-                place = place[int(key)] if isinstance(place, list) else place[key]
+                place = place[int(key)] if isinstance(place, list) else place.setdefault(key, {})
             place[last] = copy.deepcopy(value)
             if remove:
                 del place[last]
@@ -67,8 +67,10 @@ MISSPELT = {
     "evaluation/promts": ("promts", "prompts"),
     INIT + "guidence": ("guidence", "guidance"),
     INIT + "lora/rnk": ("rnk", "rank"),
-    SURROGATE + "init_args/clp": ("clp", "clip"),
+    SURROGATE + "init_args/clp": ("clp", "recipe.algorithm.surrogate.clip"),
     SAMPLING + "sde_window/init_args/stp": ("stp", "stop"),
+    SAMPLING + "states/device_of": ("states.device_of", "recipe.sampling.states.device"),
+    RECIPE + "samplng/num_steps": ("samplng", "recipe.sampling"),
 }
 
 
@@ -78,6 +80,26 @@ def test_a_misspelt_key_is_named_with_the_one_that_was_meant(written, path, word
     message = complaint(written(path, 1))
     assert wrong in message
     assert re.search(rf"did you mean .*{re.escape(meant)}", message), message
+
+
+def test_a_misspelt_key_is_laid_to_the_one_file_that_has_it(written, tmp_path):
+    method = tmp_path / "method.yaml"
+    method.write_text("recipe: {sampling: {etta: 0.5}, micro_batch: 8}")
+    with pytest.raises(ConfigError) as caught:
+        load([written(), str(method)])
+    assert str(caught.value).startswith(f"{method}: recipe: ")
+    assert "did you mean recipe.sampling.eta?" in str(caught.value)
+
+
+def test_settings_beside_a_class_path_are_told_where_they_belong(written):
+    message = complaint(written("recipe/micro_batch", 3))
+    assert "recipe: Not a valid subclass of Recipe" in message
+    assert "settings of a component stand under its init_args" in message
+
+
+def test_a_method_without_a_model_is_told_to_go_behind_one():
+    message = complaint("configs/methods/dense_grpo.yaml")
+    assert "name a class_path here, or a run file before this one that does" in message
 
 
 WRONG_VALUES = {
@@ -177,11 +199,11 @@ def test_a_missing_setting_is_named(written):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"a: [1", "is not YAML"),
-        (b"policy:\n\tpath: x", "is not YAML"),
+        (b"a: [1", "cannot be read as YAML"),
+        (b"policy:\n\tpath: x", "cannot be read as YAML"),
         (b"- 1\n- 2\n", "not list"),
         (b"", "not NoneType"),
-        (b"\xff\xfe\x80", "is not YAML"),
+        (b"\xff\xfe\x80", "cannot be read as YAML"),
     ],
     ids=["open bracket", "tab", "list", "empty", "binary"],
 )
@@ -243,6 +265,13 @@ def test_overrides_reach_into_components_and_can_switch_them_off():
     [
         (["--num_stpes", "3"], "did you mean num_steps"),
         (["--recipe.sampling.et", "1"], "did you mean recipe.sampling.eta"),
+        (["--recipe.sampling.window.start", "1"], "did you mean recipe.sampling.sde_window"),
+        (["--reccipe.micro_batch", "1"], "did you mean recipe?"),
+        pytest.param(
+            ["--recipe.sampling.num_ste", "3"],
+            "did you mean recipe.sampling.num_steps",
+            marks=pytest.mark.xfail(strict=True, reason="parsers of components abbreviate"),
+        ),
         (["--num_steps"], "expected one argument"),
         (["stray"], "stray"),
     ],

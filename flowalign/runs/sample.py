@@ -1,0 +1,198 @@
+"""Sample a run file's model to a grid, or to a folder that can be scored.
+
+A folder holds `metadata.jsonl` and, for each prompt and copy, a PNG file or, from a video model, an
+MP4 file, whose noise is a function of the seed and of both numbers. Files are written atomically:
+after a kill the same request continues, and makes the same files.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from rich.console import Console
+from torch import Tensor
+
+from flowalign.distributed.processes import join
+from flowalign.media.encode import write_clip
+from flowalign.media.image_grid import write_grid
+from flowalign.media.thumbnails import bytes_of
+from flowalign.runs.config import Run
+from flowalign.sampling.rollout import generate
+from flowalign.utils.console import Progress
+from flowalign.utils.files import atomic_write, write_text
+from flowalign.utils.manifest import agree
+from flowalign.utils.seeds import generator
+
+MANIFEST, LISTING = "sample.json", "metadata.jsonl"
+DECODED_AT_ONCE = 16
+
+
+@dataclass(frozen=True)
+class Request:
+    """Holds the run file, the prompts and the settings of what is sampled."""
+
+    run: Run
+    settings: Mapping[str, Any]
+    """Settings that decide every picture or clip, for the manifest."""
+    prompts: Sequence[str]
+    count: int
+    """Pictures or clips per prompt."""
+    num_steps: int
+    """Denoising steps."""
+    seed: int
+    weights: str | None
+    """Folder with trained weights; null: the policy's own."""
+    out: Path
+    micro_batch: int
+    """Pictures or clips per network call."""
+
+    def load(self) -> None:
+        """Load the weights of the model."""
+        if self.run.threads:
+            torch.set_num_threads(self.run.threads)
+        self.run.policy.load(join(self.run.device).device)
+        if self.weights:
+            self.run.policy.load_weights(self.weights)
+
+    @property
+    def fps(self) -> float | None:
+        """Frames per second of the clips; None for pictures."""
+        return self.run.policy.fps
+
+    def media(self, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Tensor:
+        """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
+        policy, at_once = self.run.policy, 1 if self.fps else DECODED_AT_ONCE
+        latents = generate(policy, prompts, self.num_steps, generators, self.micro_batch)
+        return torch.cat([policy.decode(x).cpu() for x in latents.split(at_once)])
+
+
+def hash_weights(folder: Path) -> str:
+    """Hash the files of trained weights, without `state`, which does not change what is sampled.
+
+    Raises:
+        ValueError: The folder does not exist.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    found = hashlib.sha256()
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        name = path.relative_to(folder)
+        if name.parts[0] != "state":
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+            found.update(json.dumps([name.as_posix(), content]).encode())
+    return found.hexdigest()[:16]
+
+
+def usual_sampler(run: Run) -> tuple[int, int]:
+    """Denoising steps and batch size of a run's evaluation, else of its training; else 0 steps."""
+    cfg = run.evaluation
+    if cfg:
+        return cfg.num_steps, cfg.micro_batch
+    return run.recipe.sampler or (0, DECODED_AT_ONCE)
+
+
+def write_as_grid(request: Request) -> str:
+    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each."""
+    if request.out.suffix.lower() != ".png" and not request.fps:
+        raise ValueError(f"{request.out}: the model makes pictures, whose grid is a .png file")
+    request.load()
+    prompts = [prompt for prompt in request.prompts for _ in range(request.count)]
+    seeds = [generator(request.seed, "sample", i) for i in range(len(prompts))]
+    what = write_grid(request.out, request.media(prompts, seeds), request.count, request.fps)
+    return f"{what}: {request.out}"
+
+
+@dataclass(frozen=True)
+class Medium:
+    """Names one file of a folder."""
+
+    prompt: str
+    number: int
+    """Index of the prompt, from 0."""
+    copy: int
+    """Index of the copy of this prompt, from 0."""
+    fps: float | None = None
+    """Frames per second of a clip; None for a picture."""
+
+    @property
+    def id(self) -> str:
+        """Indices of prompt and copy; the prompt itself may hold any character."""
+        return f"{self.number:06d}-{self.copy:02d}"
+
+    @property
+    def file_name(self) -> str:
+        """Name of the file within the folder."""
+        return f"{self.id}.{'mp4' if self.fps else 'png'}"
+
+
+def write_folder(request: Request) -> str:
+    """Write a file per prompt and copy; batches are drawn whole, so a resumed folder is equal."""
+    out, size = request.out, request.micro_batch
+    media = [
+        Medium(prompt, number, copy, request.fps)
+        for number, prompt in enumerate(request.prompts)
+        for copy in range(request.count)
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    agree(out / MANIFEST, request.settings, "`flowalign sample`")
+    batches = [media[k : k + size] for k in range(0, len(media), size)]
+    todo = [batch for batch in batches if _absent(out, batch)]
+    _list(out, media, request.seed)
+    if todo:
+        request.load()
+    start, made = time.perf_counter(), 0
+    with Progress(len(todo), console=Console(stderr=True)) as progress:
+        for step, batch in enumerate(todo):
+            made += _draw(request, batch)
+            progress.update(step, {"throughput": made / (time.perf_counter() - start)})
+    rate = made / (time.perf_counter() - start)
+    _list(out, media, request.seed)
+    what = "clips" if request.fps else "pictures"
+    return f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
+
+
+def _draw(request: Request, batch: Sequence[Medium]) -> int:
+    """Draw a batch, and write its absent files; returns their number."""
+    seeds = [generator(request.seed, "sample", one.number, one.copy) for one in batch]
+    media = request.media([one.prompt for one in batch], seeds)
+    absent = _absent(request.out, batch)
+    for one, frames in zip(batch, media, strict=True):
+        if one in absent:
+            _write(request.out / one.file_name, frames, one.fps)
+    with (request.out / LISTING).open("a") as listing:
+        listing.writelines(_lines(absent, request.seed))
+    return len(absent)
+
+
+def _write(file: Path, frames: Tensor, fps: float | None) -> None:
+    if fps:
+        write_clip(file, frames, fps)
+        return
+    picture = Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy())
+    with atomic_write(file, alone=True) as partial:
+        picture.save(partial, format="PNG")
+
+
+def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
+    return [one for one in batch if not (out / one.file_name).exists()]
+
+
+def _list(out: Path, media: Sequence[Medium], seed: int) -> None:
+    """List the existing files in order, in a form that `flowalign score` and training read."""
+    absent = set(_absent(out, media))
+    existing = [one for one in media if one not in absent]
+    write_text(out / LISTING, "".join(_lines(existing, seed)))
+
+
+def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
+    for one in media:
+        row = {"id": one.id, "file_name": one.file_name, "prompt": one.prompt, "seed": seed}
+        row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
+        yield json.dumps(row) + "\n"
