@@ -1,4 +1,4 @@
-"""`flowalign bench`: time the stages of a step against the bare network evaluations."""
+"""Time the stages of a step against the bare network evaluations: `flowalign bench`."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ HELP = "Time the stages of a step against the bare network evaluations."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside what overrides the run file."""
+    """Add the run files, the number of repeats, and the choice of what to time."""
     add_config(parser)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, with a table and a line of JSON."""
+    """Print the times as a table and as a line of JSON, and return 0."""
     from flowalign.runs.bench import measure
     from flowalign.runs.bench_values import measure_values
     from flowalign.runs.config import load

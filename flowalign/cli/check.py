@@ -1,4 +1,4 @@
-"""`flowalign check`: validate a run file without reading weights, and print its plan."""
+"""Validate a run file without reading weights, and print its plan: `flowalign check`."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ HELP = "Validate a run file without reading weights, and print its plan."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside what overrides the run file."""
+    """Add the run files, the number of processes, and the choice of settings over the plan."""
     add_config(parser)
     add_processes(parser)
     parser.add_argument(
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 for a run file that can be used; its plan or its settings are printed."""
+    """Print the plan or the settings, and return 0; raise ConfigError for an unusable run file."""
     from flowalign.runs.config import load_with_origins
     from flowalign.utils.console import table
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(run_file: "Run", world: int) -> dict[str, str]:
-    """Rows of the plan table. Raises ConfigError for a run that cannot be started."""
+    """Return the rows of the plan table; raise ConfigError for a run that cannot start."""
     from flowalign.runs.plan import plan
     from flowalign.utils.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""`flowalign compare`: train several run files with several seeds, and compare."""
+"""Train several run files with several seeds, and compare: `flowalign compare`."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ HELP = "Train several run files with several seeds, and compare."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside what overrides all run files."""
+    """Add the run files, the seeds and the output folder."""
     parser.add_argument(
         "configs",
         nargs="+",
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 with a page written, 130 for what was interrupted and can go on."""
+    """Write the page and return 0; return 130 if interrupted, after which a repeat continues."""
     from flowalign.reports.comparison_page import with_std
     from flowalign.runs import compare as comparing
     from flowalign.utils.console import table

@@ -1,4 +1,4 @@
-"""`flowalign convert`: bring run files and run directories of version 0.1 up to date."""
+"""Convert run files and run directories of version 0.1: `flowalign convert`."""
 
 import argparse
 from pathlib import Path
@@ -9,7 +9,7 @@ HELP = "Convert run files and run directories of version 0.1, in place."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the paths to convert."""
     parser.add_argument(
         "paths",
         nargs="+",
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, with what was converted."""
+    """Convert the paths, print what was converted, and return 0."""
     from flowalign.runs.convert import convert_path
 
     log = printer()

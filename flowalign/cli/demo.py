@@ -1,4 +1,4 @@
-"""`flowalign demo`: align the embedded text-to-image model on the CPU."""
+"""Align the embedded text-to-image model on the CPU: `flowalign demo`."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ CONFIG = "configs/shapes.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `flowalign demo`."""
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, help=f"steps of the loop, default as in {CONFIG}")
     parser.add_argument(
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit code of `flowalign train` on the demo's run file."""
+    """Train the demo's run file, and return the exit code of `flowalign train`."""
     from flowalign.distributed.launch import relaunch
     from flowalign.runs.config import load_with_origins
 

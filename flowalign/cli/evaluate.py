@@ -1,4 +1,4 @@
-"""`flowalign eval`: evaluate a run file's model, or a checkpoint of it."""
+"""Evaluate a run file's model, or a checkpoint of it: `flowalign eval`."""
 
 import argparse
 import json
@@ -14,14 +14,14 @@ HELP = "Evaluate a run file's model, or a checkpoint of it, on its evaluation pr
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside what overrides the run file."""
+    """Add the run files, the weights and the number of processes."""
     add_config(parser)
     parser.add_argument("--weights", metavar="CHECKPOINT", help="folder with trained weights")
     add_processes(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0, with a table and a line of JSON."""
+    """Print the metrics as a table and as a line of JSON, and return 0."""
     from flowalign.distributed.processes import join
     from flowalign.runs.config import load
     from flowalign.training.evaluate import evaluate

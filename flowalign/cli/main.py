@@ -1,4 +1,4 @@
-"""The command line: every verb is a module of this package; nothing heavy is imported for help."""
+"""Run the command line: each verb is a module of this package; help imports nothing heavy."""
 
 import argparse
 import os
@@ -52,7 +52,8 @@ VERBS: dict[str, ModuleType] = {
     "convert": convert,
     "doctor": doctor,
 }
-"""Each module has HELP, `add_arguments(parser)` and `run(args)`, which returns the exit code."""
+"""Modules of the verbs, each with HELP, `add_arguments(parser)` and `run(args)`, which returns the
+exit code."""
 TAKES_OVERRIDES = (
     "train",
     "eval",
@@ -63,6 +64,7 @@ TAKES_OVERRIDES = (
     "reward train",
     "clip-pairs",
 )
+"""Verbs that accept `--a.b VALUE` for settings of their run file."""
 SPREADS = ("train", "eval")
 """Verbs whose --processes are started by torchrun before anything else."""
 
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All verbs and their options; other `--a.b value` options override the run file."""
+    """Build the parser of all verbs; other `--a.b value` options override the run file."""
     parser = argparse.ArgumentParser(
         prog="flowalign",
         epilog=EXAMPLES,
@@ -104,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a verb and turn what the user can correct into a short message."""
+    """Run a verb, and turn what the user can correct into a short message."""
     from flowalign.rewards.composite import RewardFailure
     from flowalign.training.learner import TrainingFailure
     from flowalign.utils.errors import ConfigError

@@ -1,4 +1,4 @@
-"""What all verbs share: their options, and how they speak to a person."""
+"""Share options and messages among all verbs."""
 
 import argparse
 import logging
@@ -9,14 +9,15 @@ from collections.abc import Callable
 from rich.console import Console
 
 MAX_LINES = 5
+"""Largest number of lines of an error message."""
 
 
 class UsageError(ValueError):
-    """A wrong use of a verb, found after its run file was read."""
+    """Signals a wrong use of a verb, found after its run file was read."""
 
 
 def quiet_libraries() -> None:
-    """Keep libraries' chatter about kernels, retries and symlinks out of the way."""
+    """Silence libraries' messages about kernels, retries and symlinks."""
     for name in ("xformers", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
@@ -25,7 +26,7 @@ def quiet_libraries() -> None:
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """The run files of a verb, which `settings_of` reads with what overrides them."""
+    """Add the run files of a verb, which `settings_of` reads together with their overrides."""
     parser.add_argument(
         "config",
         nargs="+",
@@ -34,12 +35,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """The one run file of a verb that composes none."""
+    """Add the one run file of a verb that composes none."""
     parser.add_argument("config", help="run file (YAML); further --a.b VALUE override it")
 
 
 def settings_of(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The run files, and the overrides; `a.b=c` is an override among the run files."""
+    """Return the run files and the overrides; `a.b=c` among the files is an override."""
     files = [word for word in args.config if "=" not in word]
     if not files:
         raise UsageError(f"no run file is named, only settings: {' '.join(args.config)}")
@@ -47,20 +48,20 @@ def settings_of(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
-    """How many processes share the work."""
+    """Add the number of processes that share the work."""
     parser.add_argument(
         "--processes", type=int, default=1, help="processes on this machine (torchrun)"
     )
 
 
 def printer() -> Callable[[str], None]:
-    """Prints a line on the main process, nothing on the others."""
+    """Return a function that prints a line on the main process, and nothing on the others."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     return console.print if os.environ.get("RANK", "0") == "0" else lambda _: None
 
 
 def complain(error: BaseException, code: int) -> int:
-    """Print an error in at most five lines; returns the exit code."""
+    """Print an error in at most five lines, and return the exit code."""
     lines = str(error).splitlines()[:MAX_LINES]
     if os.environ.get("RANK", "0") == "0":
         Console(stderr=True, soft_wrap=True, highlight=False).print(

@@ -1,4 +1,4 @@
-"""`flowalign sample`: sample a run file's model to a grid, or to a folder to be scored."""
+"""Sample a run file's model to a grid, or to a folder that can be scored: `flowalign sample`."""
 
 import argparse
 import hashlib
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HELP = "Make pictures with a run file's model, or a checkpoint of it."
 EXIT_STOPPED = 130
+"""Exit code after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`flowalign train`: train as a run file says."""
+"""Train as a run file says: `flowalign train`."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ HELP = "Train as a run file says."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside what overrides the run file."""
+    """Add the run files, the number of processes, and what to do with an earlier run."""
     add_config(parser)
     parser.add_argument(
         "--resume",
@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 for a finished run, 130 for one that was interrupted and can go on."""
+    """Return 0 for a finished run, 130 for one that was interrupted and can continue."""
     from flowalign.runs.config import load_with_origins
 
     return execute(load_with_origins(*settings_of(args)), args.resume, args.overwrite)
 
 
 def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
-    """Print the plan, train, and print what came of it."""
+    """Print the plan, train, and print the outcome."""
     from flowalign.runs import session as runs
     from flowalign.training import checkpoint
     from flowalign.utils.console import table

@@ -29,12 +29,12 @@ def stochastic_steps(trajectory: Trajectory) -> list[int]:
 def step_credit(
     trajectory: Trajectory,
     steps: Sequence[int],
-    earned: Float[Tensor, "B n R"],
+    credit: Float[Tensor, "B n R"],
     marked: Bool[Tensor, "B n"] | None = None,
 ) -> StepCredit:
     """Return credit over all steps: the given ones, some marked; others get 0, untrained."""
-    value = earned.new_zeros(len(earned), trajectory.num_steps, earned.shape[-1])
-    value[:, list(steps)] = earned
+    value = credit.new_zeros(len(credit), trajectory.num_steps, credit.shape[-1])
+    value[:, list(steps)] = credit
     everywhere = None
     if marked is not None:
         everywhere = torch.zeros(value.shape[:2], dtype=torch.bool)

@@ -41,5 +41,5 @@ class ControlVariate(CreditEstimator):
         steps = stochastic_steps(trajectory)
         v, group = values([*steps, trajectory.num_steps]), per_prompt_and_step(trajectory)[:, 0]
         pairs = zip(v[:, :-1].unbind(1), v[:, 1:].unbind(1), strict=True)
-        earned = [after - explained(before, after, group) * before for before, after in pairs]
-        return step_credit(trajectory, steps, torch.stack(earned, 1))
+        credit = [after - explained(before, after, group) * before for before, after in pairs]
+        return step_credit(trajectory, steps, torch.stack(credit, 1))

@@ -67,8 +67,8 @@ def turning_point_credit(
 ) -> Float[Tensor, "B S-1 R"]:
     """Return V_T - V_k at turning points, V_{k+1} - V_k elsewhere, NaN where undecided."""
     remaining = values[:, -1:] - values[:, :-1]
-    earned = torch.where(turning > 0, remaining, values.diff(dim=1))
-    return earned.masked_fill(turning.isnan(), torch.nan)
+    credit = torch.where(turning > 0, remaining, values.diff(dim=1))
+    return credit.masked_fill(turning.isnan(), torch.nan)
 
 
 @dataclass(frozen=True, kw_only=True)

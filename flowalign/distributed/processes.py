@@ -75,8 +75,8 @@ class Processes:
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
         sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
-        everyone = self.gather(sums[None])
-        return float((everyone.amax(0) - everyone.amin(0)).max())
+        gathered = self.gather(sums[None])
+        return float((gathered.amax(0) - gathered.amin(0)).max())
 
     def barrier(self) -> None:
         """Wait for all other processes."""

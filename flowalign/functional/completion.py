@@ -12,7 +12,8 @@ class Completion:
     """Number of ODE steps. Null: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step
     prediction of the data. m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
     stride: int = 1
-    """After one single step the ODE takes every stride-th point, the granularity of G2RPO."""
+    """After one single step the ODE takes every stride-th point (G2RPO's granularity). 1: every
+    point."""
     guidance: Literal["same", "off"] = "same"
     """same: guided like the rollout. off: without classifier-free guidance, at half the
     evaluations."""

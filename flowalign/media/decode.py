@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flowalign.media.frame_sampling import Choice, MediaProblem, Shown, mean_rate
 from flowalign.media.media import PICTURES, VIDEOS, Media
-from flowalign.media.orientation import Display
+from flowalign.media.orientation import Orientation
 
 __all__ = [
     "Choice",
@@ -235,7 +235,7 @@ def _video(source: Path | io.BytesIO, name: str, fps: float | None, choice: Choi
             _shown(container, stream, stated, name),
             total,
             choice,
-            Display(name).show,
+            Orientation(name).show,
             stated,
             float(stream.time_base or 0),
         )

@@ -15,7 +15,7 @@ class _Turn(NamedTuple):
     right: int = 1
 
 
-class Display:
+class Orientation:
     """Converts the frames of one clip to RGB, turned as the first one's display matrix says.
 
     PyAV frees a frame whose side data were requested only when garbage is collected, so only one

@@ -16,7 +16,7 @@ _BAD, _NONE, _GOOD, _EMPTY, _STAR = "#d55e00", "#fbfbfb", "#0072b2", "#dddddd", 
 _DPI = 144
 
 
-class Sheet:
+class Canvas:
     """Represents a page that grows as it is drawn on; `y` is where the next part begins."""
 
     def __init__(self):
@@ -113,19 +113,19 @@ class Scale:
         """Return a text colour that can be read on that cell."""
         return "white" if number is not None and abs(number) > 0.6 * self.most else INK
 
-    def told(self, number: float | None) -> str:
+    def label(self, number: float | None) -> str:
         """Format a number with its sign; zero has none."""
         if number is None:
             return ""
         text = f"{number:+.{self.digits}f}"
         return text if text.strip("+-0.") else text[1:]
 
-    def draw(self, sheet: Sheet, name: str) -> None:
+    def draw(self, canvas: Canvas, name: str) -> None:
         """Draw the legend in one line: name, colours with their ends, and what grey means."""
-        y, x, width = sheet.y + 0.12, MARGIN + 1.8, 1.4
-        sheet.text(MARGIN, y, name, ha="left", color=SOFT)
-        sheet.text(x - 0.08, y, self.told(-self.most), ha="right")
-        sheet.axes.imshow(
+        y, x, width = canvas.y + 0.12, MARGIN + 1.8, 1.4
+        canvas.text(MARGIN, y, name, ha="left", color=SOFT)
+        canvas.text(x - 0.08, y, self.label(-self.most), ha="right")
+        canvas.axes.imshow(
             np.linspace(0, 1, 128)[None],
             extent=(x, x + width, y + 0.07, y - 0.07),
             aspect="auto",
@@ -133,8 +133,8 @@ class Scale:
             vmin=0,
             vmax=1,
         )
-        sheet.text(x + width + 0.08, y, self.told(self.most), ha="left")
+        canvas.text(x + width + 0.08, y, self.label(self.most), ha="left")
         x += width + 0.75
-        sheet.box(x, y - 0.07, 0.14, 0.14, facecolor=_EMPTY)
-        sheet.text(x + 0.22, y, "not trained", ha="left", color=SOFT)
-        sheet.y += 0.3
+        canvas.box(x, y - 0.07, 0.14, 0.14, facecolor=_EMPTY)
+        canvas.text(x + 0.22, y, "not trained", ha="left", color=SOFT)
+        canvas.y += 0.3

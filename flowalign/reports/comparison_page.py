@@ -46,17 +46,17 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
         partial.write_bytes(drawn)
-    earned = credit_pictures(out, comparison)
-    write_text(out / "compare.html", page(out.resolve().name, comparison, missing, earned))
+    credit_charts = credit_pictures(out, comparison)
+    write_text(out / "compare.html", page(out.resolve().name, comparison, missing, credit_charts))
 
 
 def page(
     name: str,
     comparison: Comparison,
     missing: Sequence[str] = (),
-    earned: Sequence[tuple[str, str]] = (),
+    credit_charts: Sequence[tuple[str, str]] = (),
 ) -> str:
-    """Render the self-contained page; `earned` are methods and data URLs of their credit charts."""
+    """Render the self-contained page; `credit_charts` are methods with the URLs of their charts."""
     template = (Path(__file__).parent / "templates" / "comparison.html.j2").read_text(
         encoding="utf-8"
     )
@@ -84,7 +84,7 @@ def page(
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
         reached=reached,
         each_seed=each_seed,
-        earned=earned,
+        credit_charts=credit_charts,
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
     )
 

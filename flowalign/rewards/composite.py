@@ -1,4 +1,4 @@
-"""Several reward models seen as one: dimensions side by side, a weight each; no failure scores."""
+"""Combine several reward models: dimensions side by side, a weight each; a failure has no score."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,28 +13,36 @@ from flowalign.types import Loadable, MediaBatch, Policy, RewardModel, RewardOut
 from flowalign.utils.costs import Costs
 
 OnFailure = Literal["raise", "drop_sample", "drop_group"]
+"""Reaction to a reward that could not be computed: end the run, drop what needs it, or drop its
+whole group."""
 
 
 class RewardFailure(RuntimeError):
-    """A reward could not be computed and the run was told to stop in that case."""
+    """Signals a reward that could not be computed, in a run that stops in that case."""
 
 
 @dataclass
 class Rewards:
-    """Concatenates the dimensions of its models, in order, and carries their weights."""
+    """Concatenates the dimensions of its models, in order, and holds their weights."""
 
     models: Sequence[RewardModel]
+    """Reward models, each with one or several dimensions."""
     weight_of: Mapping[str, float]
+    """Weight of each dimension; dimensions without one are only logged."""
     on_failure: OnFailure = "raise"
+    """Reaction to a weighted reward that failed."""
     costs: Costs = field(default_factory=Costs)
+    """Counter of decodes and reward calls."""
     metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further columns of each prompt's row, for models that read them."""
     dims: tuple[str, ...] = field(init=False)
+    """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
+    """Weight of each dimension; 0 where none is given."""
     _workers: dict[int, ThreadPoolExecutor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Refuse weights that name nothing."""
+        """Reject weights of unknown dimensions, and dimensions that several models have."""
         if not self.models and self.weight_of:
             raise ValueError(f"rewards is empty, but reward_weights names {sorted(self.weight_of)}")
         self.dims = tuple(dim for model in self.models for dim in model.spec.dims)
@@ -52,7 +60,7 @@ class Rewards:
             raise ValueError(f"reward_weights must be finite numbers, got {dict(self.weight_of)}")
 
     def check_weights(self) -> None:
-        """ValueError where there is nothing to optimise."""
+        """Raise ValueError if there is nothing to optimise."""
         if not self.models:
             raise ValueError("rewards is empty; name at least one reward model")
         if not self.weights.any():
@@ -61,7 +69,7 @@ class Rewards:
             )
 
     def check_policy(self, policy: Policy) -> None:
-        """ValueError where a model cannot score what the policy makes. Needs no weights."""
+        """Raise ValueError if a model cannot score the policy's media. Needs no weights."""
         name = type(policy).__name__
         for spec in (model.spec for model in self.models):
             if policy.fps is None and "fps" in spec.needs:
@@ -77,7 +85,7 @@ class Rewards:
                 )
 
     def load(self) -> None:
-        """Get every model ready. Raises ValueError for weights or servers that cannot be used."""
+        """Load every model; raise ValueError for weights or servers that cannot be used."""
         for model in self.models:
             if isinstance(model, Loadable):
                 model.load()
@@ -89,23 +97,23 @@ class Rewards:
         groups: Sequence[int] = (),
         fps: float | None = None,
     ) -> MediaBatch:
-        """Media with all that is known of their prompts; `fps` is that of all, None of pictures."""
+        """Attach the metadata of their prompts to media of one rate `fps`; None for pictures."""
         metadata = [self.metadata.get(prompt, {}) for prompt in prompts] if self.metadata else ()
         rates = () if fps is None else (fps,) * len(media)
         return MediaBatch(media, prompts, metadata, fps=rates, groups=groups)
 
     def scoring(self) -> "Scoring":
-        """Scores for media that arrive in chunks; every model works in its own thread."""
+        """Start scoring media that arrive in chunks; every model works in its own thread."""
         return Scoring(self)
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """All dimensions of all models; reasons joined."""
+        """Return all dimensions of all models; reasons are joined."""
         scoring = self.scoring()
         scoring.add(batch)
         return scoring.result()
 
     def worker(self, model: RewardModel) -> ThreadPoolExecutor:
-        """The one thread in which a model works: models run beside each other, calls in order."""
+        """Return the one thread of a model: models run beside each other, calls in order."""
         if id(model) not in self._workers:
             name = f"reward-{model.spec.name}"
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -113,7 +121,7 @@ class Rewards:
         return self._workers[id(model)]
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
-        """Raise RewardFailure if one of the weighted dimensions failed; `name` names a sample."""
+        """Raise RewardFailure if a weighted dimension failed; `name` names a sample."""
         usable = self.usable(output.valid)
         if usable.all():
             return
@@ -125,21 +133,21 @@ class Rewards:
         )
 
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
-        """Samples whose weighted dimensions are all valid; failed others are only not logged."""
+        """Return which samples have all weighted dimensions; other failures are only not logged."""
         return valid[:, self.weights != 0].all(1)
 
 
 def _on(device: int | None) -> None:
-    """Work on the device of this process: the current one is a property of a thread."""
+    """Select the device of this process; each thread has a current device of its own."""
     if device is not None:
         torch.cuda.set_device(device)
 
 
 class Scoring:
-    """Scores of media that arrive chunk by chunk, computed while the caller goes on.
+    """Scores media that arrive chunk by chunk, while the caller goes on.
 
-    Models that compare samples of a group are asked once, when all chunks are there; the chunks
-    of one scoring must hold whole groups together.
+    Models that compare samples of a group are called once, when all chunks are there; the chunks of
+    one scoring must hold whole groups together.
     """
 
     def __init__(self, rewards: Rewards):
@@ -162,7 +170,7 @@ class Scoring:
             self.batches.append(batch)
 
     def result(self) -> RewardOutput:
-        """All dimensions of all chunks, in order. Raises what a model raised."""
+        """Return all dimensions of all chunks, in order. Raises what a model raised."""
         if self.batches:
             whole = MediaBatch.concat(self.batches)
             self.batches = []
@@ -186,7 +194,7 @@ class Scoring:
 def drop_failed(
     usable: Bool[Tensor, "B T"], group_size: int, on_failure: OnFailure
 ) -> Bool[Tensor, "B T"]:
-    """Transitions that may be trained: the usable ones, or only whole usable groups."""
+    """Return which transitions may be trained: usable ones, or only whole usable groups."""
     if on_failure != "drop_group":
         return usable
     whole = usable.unflatten(0, (-1, group_size)).all(1)

@@ -1,4 +1,4 @@
-"""The reward server over HTTP: /health, /spec and /score."""
+"""Serve rewards over HTTP: /health, /spec and /score."""
 
 from flowalign.rewards.server import Refused, Service
 

@@ -1,4 +1,4 @@
-"""Several reward dimensions as one signal, beyond weighting them: components of a recipe."""
+"""Combine reward dimensions beyond weights: components of a recipe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,30 +20,33 @@ from flowalign.rewards.composite import Rewards
 from flowalign.types import ValueFunction
 
 Pareto = Literal["off", "group", "batch"]
+"""Samples that compete in Pareto selection: none, those of a prompt, or those of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSigmoidCentred:
     """Replaces each weighted reward by log sigmoid((reward - reference) / scale).
 
-    What is good enough already gains little from more, so the worst dimension counts most. Use it
-    with `advantage_combine: advantage_of_sum`: the sum is the log-probability of being good in all.
+    A reward that is good enough already gains little from more, so the worst dimension counts most.
+    Use it with `advantage_combine: advantage_of_sum`: the sum is the log-probability of being good
+    in all.
+
     Source: arXiv:2402.00742.
     """
 
     reference: Mapping[str, float]
-    """Per weighted dimension, a reward that is good enough, such as a quantile of the untrained
-    model's."""
+    """Reward that is good enough, per weighted dimension, such as a quantile of the untrained
+    model's rewards."""
     scale: float = 1.0
     """Rewards per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
 
     def __post_init__(self) -> None:
-        """Refuse a scale that turns preferences round."""
+        """Reject a scale that reverses preferences."""
         if not self.scale > 0:
             raise ValueError(f"value_transform.scale is {self.scale}; it must be above 0")
 
     def check(self, rewards: Rewards) -> None:
-        """Raises ValueError unless exactly the weighted dimensions have a reference."""
+        """Raise ValueError unless exactly the weighted dimensions have a reference."""
         weighted = {d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w}
         if weighted != set(self.reference):
             raise ValueError(
@@ -52,7 +55,7 @@ class LogSigmoidCentred:
             )
 
     def __call__(self, values: Float[Tensor, "*n R"], dims: Sequence[str]) -> Tensor:
-        """Values with the named dimensions transformed; NaN stays NaN."""
+        """Transform the named dimensions; NaN stays NaN."""
         flat = values.flatten(0, -2)
         centre = torch.tensor([self.reference.get(dim, 0.0) for dim in dims]).expand_as(flat)
         moved = log_sigmoid_centred(flat / self.scale, flat.isfinite(), centre / self.scale)
@@ -61,7 +64,7 @@ class LogSigmoidCentred:
 
 
 class TransformedValues(ValueFunction):
-    """Values whose rewards are transformed before a credit method sees them."""
+    """Transforms rewards before a credit method sees them."""
 
     def __init__(
         self, values: ValueFunction, dims: Sequence[str], transform: LogSigmoidCentred | None
@@ -69,30 +72,33 @@ class TransformedValues(ValueFunction):
         self.values, self.dims, self.transform = values, dims, transform
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
-        """See `Values`."""
+        """Return the values of states ks, transformed. See `ValueFunction`."""
         values = self.values(ks, how)
         return self.transform(values, self.dims) if self.transform else values
 
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:
-    """Keeps reward dimensions near thresholds: their weights move with what is missing to them.
+    """Holds reward dimensions near thresholds by weights that grow with what is missing.
 
-    Each named dimension's weight is multiplied by a Lagrange multiplier that is updated after
-    every step. Source: constrained RLHF, arXiv:2310.04373, whose multipliers also weigh the KL;
-    here the KL keeps the coefficient of the algorithm.
+    Each named dimension's weight is multiplied by a Lagrange multiplier that is updated after every
+    step.
+
+    Source: constrained RLHF, arXiv:2310.04373, whose multipliers also weigh the KL; here the KL
+    keeps the coefficient of the algorithm.
     """
 
     at: Mapping[str, float]
-    """Dimension to the mean reward that is wanted."""
+    """Mean reward that is wanted, by dimension."""
     bound: Bound = "at_least"
-    """"at_least": a dimension beyond its threshold counts less and less. "near": it is pushed
-    back."""
+    """at_least: a dimension beyond its threshold counts less and less. near: it is pushed back."""
     rate: float = 0.1
+    """Learning rate of the multipliers, above 0."""
     momentum: float = 0.1
+    """Momentum of the multipliers' updates, in [0, 1)."""
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that hold nothing."""
+        """Reject thresholds that hold nothing."""
         if not self.at or not self.rate > 0 or not 0 <= self.momentum < 1:
             raise ValueError(
                 f"thresholds at {dict(self.at)}, rate {self.rate}, momentum {self.momentum}: need a"
@@ -100,7 +106,7 @@ class Thresholds:
             )
 
     def check(self, rewards: Rewards) -> None:
-        """Raises ValueError for a dimension that no reward has, or that has no weight."""
+        """Raise ValueError for a dimension that no reward has, or that has no weight."""
         weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
         if unknown := sorted(set(self.at) - set(weighted)):
             raise ValueError(
@@ -109,12 +115,15 @@ class Thresholds:
             )
 
     def start(self, dims: Sequence[str]) -> Multipliers:
-        """The multipliers before the first step. Dimensions without a threshold have a NaN one."""
+        """Return the multipliers before the first step; unnamed dimensions have threshold NaN."""
         at = torch.tensor([self.at.get(dim, torch.nan) for dim in dims])
         return Multipliers.start(at, self.bound)
 
     def after(self, multipliers: Multipliers, final: Float[Tensor, "n R"]) -> Multipliers:
-        """The multipliers after a step whose samples, over all processes, had these rewards."""
+        """Return the multipliers after a step.
+
+        `final` are the rewards of its finished samples over all processes.
+        """
         mean = valid_mean(final, final.isfinite())
         mean = mean.masked_fill(multipliers.thresholds.isnan(), torch.nan)
         return multipliers.update(mean, self.rate, self.momentum)
@@ -123,7 +132,7 @@ class Thresholds:
 def not_dominated(
     pareto: Pareto, final: Float[Tensor, "n R"], group: Int[Tensor, "n"], rewards: Rewards
 ) -> Bool[Tensor, "n"]:
-    """Samples that are trained: those that no other of their prompt, or of the batch, dominates."""
+    """Return which samples are trained: those that no sample of their prompt or step dominates."""
     if pareto == "off":
         return torch.ones(len(final), dtype=torch.bool)
     group = group if pareto == "group" else torch.zeros_like(group)

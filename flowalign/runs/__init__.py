@@ -1,4 +1,4 @@
-"""Runs: a run file and what becomes of it. Settings, plan, session, bench and comparison.
+"""Run a run file: settings, plan, session, bench and comparison.
 
 from flowalign.runs import load, start, train
 

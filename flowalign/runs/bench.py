@@ -1,4 +1,4 @@
-"""How long a step takes, by stage, against its floor: the same network evaluations back to back."""
+"""Time a step by stage, against its floor: the same network evaluations back to back."""
 
 import itertools
 import time
@@ -28,7 +28,7 @@ from flowalign.utils.costs import Costs
 
 
 def measure(run: Run, repeats: int) -> dict[str, float]:
-    """Median seconds of each stage and of the floor, and their quotient `overhead`."""
+    """Return median seconds of each stage and of the floor, and their quotient `overhead`."""
     recipe, learner, rewards = opened(run)
     prompts = Prompts(read_prompts(recipe.prompts), run.seed)
     loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed)
@@ -55,10 +55,10 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
 
 
 def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards]:
-    """The recipe, a learner with loaded weights, and loaded rewards.
+    """Return the recipe, a learner with loaded weights, and loaded rewards.
 
     Raises:
-        ValueError: the recipe has no rollouts whose stages could be timed.
+        ValueError: The recipe has no rollouts whose stages could be timed.
     """
     if not isinstance(run.recipe, PolicyGradient):
         raise ValueError(
@@ -80,7 +80,7 @@ def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards]:
 def _credited(
     recipe: PolicyGradient, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
 ) -> TrainBatch:
-    """Values, credit and advantages of a trajectory: the reward stage of a step."""
+    """Value, credit and compare a trajectory: the reward stage of a step."""
     values = completion_values(recipe, learner, loop.rewards, trajectory)
     gathered = gather_credit(recipe, learner.processes, values, compute_credit(recipe, values))
     advantage = compute_advantages(recipe, gathered.credit, loop.weights)
@@ -88,7 +88,7 @@ def _credited(
 
 
 def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> None:
-    """The denoiser alone: all evaluations without gradient, then the trained ones with theirs."""
+    """Run the denoiser alone: evaluations without gradient, then the trained ones with theirs."""
     sampling = recipe.sampling
     x = trajectory.state(trajectory.num_steps)
     row = torch.arange(len(x), device=x.device) // trajectory.group_size
@@ -110,7 +110,7 @@ def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> Non
 
 
 def _full(inputs: list, num_samples: int) -> Iterator[tuple]:
-    """Batches of the given inputs, over and over, until that many samples have gone through."""
+    """Yield batches of the given inputs, over and over, until `num_samples` have gone through."""
     for x, cond in itertools.cycle(inputs):
         if num_samples <= 0:
             return

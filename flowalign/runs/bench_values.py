@@ -1,4 +1,4 @@
-"""What the values of all intermediate states cost: all together against one after another."""
+"""Time the values of all intermediate states: all together against one after another."""
 
 import time
 from collections.abc import Callable
@@ -21,10 +21,11 @@ from flowalign.types import Trajectory
 from flowalign.utils.seeds import generator
 
 EVERY = Completion()
+"""Completion by every remaining step."""
 
 
 def measure_values(run: Run, repeats: int) -> dict[str, float]:
-    """Seconds for the values of states 0 to T of one step's samples, beyond the bare rollout.
+    """Return seconds for the values of states 0 to T of a step's samples, beyond the bare rollout.
 
     together: completions batched with the rollout, then decoder and rewards in chunks of
     sampling.micro_batch. by_state: after the rollout, one state of all samples after another, as
@@ -57,7 +58,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
 
 
 class _Setting:
-    """One step's prompts and noise, drawn again and again."""
+    """Draws one step's prompts and noise again and again."""
 
     def __init__(self, recipe: PolicyGradient, seed: int, learner: Learner, rewards: Rewards):
         self.seed, self.learner, self.rewards = seed, learner, rewards
@@ -76,7 +77,7 @@ class _Setting:
         self._values(self.rollout(finish=True), self.cfg.micro_batch)(range(self.cfg.num_steps + 1))
 
     def after(self, batch: int) -> None:
-        """The states of the kept rollout, each by itself, `batch` samples at a time."""
+        """Value the states of the kept rollout, one state and `batch` samples at a time."""
         start = replace(self.kept, finished={})
         for k in range(self.cfg.num_steps + 1):
             self._values(start, batch)([k])

@@ -1,4 +1,4 @@
-"""`flowalign compare`: several run files, each with several seeds, and what they have learned.
+"""Compare several run files, each trained with several seeds: `flowalign compare`.
 
 OUT/<run file>/seed<k>/   one ordinary run directory each, and its output in seed<k>.log
 OUT/compare.json, .png, .html
@@ -28,58 +28,69 @@ from flowalign.utils.tracking import read_metrics
 
 Log = Callable[[str], None]
 Todo = Literal["start", "overwrite", "resume", "keep"]
+"""Next action for a run; keep: nothing, it is finished."""
 _OURS = {"seed": "--seeds", "output_dir": "--out"}
+"""Settings that differ between the runs of a comparison, and the options that set them."""
 _LONGEST_LIST = 3
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for."""
+    """Holds the options of the command line."""
 
     configs: Sequence[Sequence[str]]
-    """The run files of each method, composed from left to right."""
+    """Run files of each method, composed from left to right."""
     overrides: Sequence[str]
     """Settings that are applied to every run."""
     seeds: Sequence[int]
+    """Seeds of each method."""
     out: Path
+    """Folder of the comparison and its runs."""
     jobs: int | None = None
     """Runs at once; None: as many as the cores allow, one on a GPU."""
     metric: str | None = None
+    """Held-out dimension that is compared; None: `strict`, or the only one."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run file, read and checked."""
+    """Holds a method: its run files, read and checked."""
 
     name: str
-    """The name of its last run file."""
+    """Name of the last run file."""
     configs: Sequence[str]
+    """Run files, composed from left to right."""
     run: Run
+    """Run that they give."""
     settings: dict[str, Any]
-    """Resolved, without what differs between its runs: seed and output_dir."""
+    """Resolved settings, without those that differ between its runs: seed and output_dir."""
 
 
 @dataclass(frozen=True)
 class Single:
-    """One seed of a run file."""
+    """Holds one run: a method with one seed."""
 
     entry: Entry
+    """Method of the run."""
     seed: int
+    """Seed of the run."""
     folder: Path
+    """Run directory."""
     todo: Todo
+    """Next action for the run."""
 
     @property
     def name(self) -> str:
-        """For people."""
+        """Return the name that messages show."""
         return f"{self.entry.name} seed {self.seed}"
 
 
 def compare(request: Request, log: Log) -> Comparison:
-    """Run what is not finished yet, then write the comparison of all that is.
+    """Run what is not finished yet, then write the comparison of all finished runs.
 
     Raises:
-        ValueError: a run file, an override or an earlier run cannot be used; nothing was started.
-        TrainingFailure: some runs failed; the comparison holds the others.
+        ValueError: A run file, an override or an earlier run cannot be used; nothing was started.
+        TrainingFailure: Some runs failed; the comparison holds the others.
     """
     entries = read(request)
     metric = metric_of(request.metric, entries)
@@ -111,7 +122,7 @@ def compare(request: Request, log: Log) -> Comparison:
 
 
 def read(request: Request) -> list[Entry]:
-    """Every run file, checked as `flowalign check` does, and against the others."""
+    """Read every run file, and check it as `flowalign check` does and against the others."""
     stems = [Path(configs[-1]).stem for configs in request.configs]
     for what, some in (
         ("run files of the name", stems),
@@ -143,7 +154,7 @@ def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
 
 
 def _same_evaluation(entries: Sequence[Entry]) -> None:
-    """Curves are comparable only if they were measured alike."""
+    """Raise ValueError unless the curves were measured alike, and so can be compared."""
     names = ("prompts", "num_prompts", "num_steps", "seed")
     first = entries[0]
     for entry in entries[1:]:
@@ -157,22 +168,22 @@ def _same_evaluation(entries: Sequence[Entry]) -> None:
                 )
 
 
-def metric_of(asked: str | None, entries: Sequence[Entry]) -> str:
-    """The dimension that is compared: the one asked for, else `strict`, else the only one."""
+def metric_of(requested: str | None, entries: Sequence[Entry]) -> str:
+    """Return the dimension to compare: the requested one, else `strict`, else the only one."""
     each = [[d for model in e.run.rewards for d in model.spec.dims] for e in entries]
     common = [d for d in each[0] if all(d in dims for dims in each)]
-    if asked is None and "strict" in common:
+    if requested is None and "strict" in common:
         return "strict"
-    if asked is None and len(common) == 1:
+    if requested is None and len(common) == 1:
         return common[0]
-    if asked not in (*common, "diversity"):
-        told = "no --metric was given" if asked is None else f"--metric is {asked}"
-        raise ValueError(f"{told}; all runs measure: {', '.join((*common, 'diversity'))}")
-    return asked
+    if requested not in (*common, "diversity"):
+        given = "no --metric was given" if requested is None else f"--metric is {requested}"
+        raise ValueError(f"{given}; all runs measure: {', '.join((*common, 'diversity'))}")
+    return requested
 
 
 def at_once(entries: Sequence[Entry]) -> int:
-    """As many runs as the cores hold; one where a GPU may be used or torch takes all cores."""
+    """Return how many runs fit the cores; 1 if a GPU may be used or torch takes all cores."""
     if any(e.run.device != "cpu" or e.run.threads is None for e in entries):
         return 1
     return max(1, (os.cpu_count() or 1) // max(e.run.threads or 1 for e in entries))
@@ -184,10 +195,10 @@ def _single(out: Path, entry: Entry, seed: int) -> Single:
 
 
 def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
-    """What is left to do for a run.
+    """Return the next action for a run.
 
     Raises:
-        ValueError: the folder holds something else.
+        ValueError: The folder holds something else.
     """
     if not folder.exists() or not any(folder.iterdir()):
         return "start"
@@ -212,18 +223,18 @@ def _settings(text: str) -> dict[str, Any]:
 
 
 _ABSENT = "unknown"
-"""What a setting of another version counts as."""
+"""Value of a setting that another version of flowalign does not have."""
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """The first settings that differ."""
+    """Return a sentence with the first settings that differ."""
     old, new = _flat(there), _flat(here)
     names = [n for n in old | new if old.get(n, _ABSENT) != new.get(n, _ABSENT)]
-    told = [
+    shown = [
         f"{n} {old.get(n, _ABSENT)} there, {new.get(n, _ABSENT)} now" for n in names[:_LONGEST_LIST]
     ]
-    more = len(names) - len(told)
-    return "; ".join([*told, *([f"and {more} more"] if more else [])])
+    more = len(names) - len(shown)
+    return "; ".join([*shown, *([f"and {more} more"] if more else [])])
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -246,10 +257,10 @@ def _job(request: Request, single: Single) -> Job:
 
 
 def curve(single: Single, metric: str) -> Curve:
-    """The evaluations of a finished run.
+    """Read the evaluations of a finished run.
 
     Raises:
-        ValueError: an earlier version wrote it, or it never measured the metric.
+        ValueError: An earlier version wrote the run, or it never measured the metric.
     """
     per_step = single.entry.run.recipe.examples_per_step
     rows = {
@@ -272,7 +283,7 @@ def curve(single: Single, metric: str) -> Curve:
 
 
 def held_out(row: Mapping[str, Any], metric: str) -> float:
-    """The mean over splits, or the value over all pictures where no split has one; else NaN."""
+    """Return the mean over splits, or the value over all samples if no split has one; else NaN."""
     whole = f"eval/{metric}"
     names = [n for n in row if n.startswith("eval/") and n.endswith(f"/{metric}") and n != whole]
     splits = [row[name] for name in names]

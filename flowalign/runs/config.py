@@ -1,4 +1,4 @@
-"""YAML and command line to a typed `Run`. The schema of a component is its own constructor."""
+"""Turn YAML and command line into a typed `Run`; a component's constructor is its schema."""
 
 import difflib
 import importlib
@@ -14,7 +14,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from flowalign.data.prompts import read_metadata
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
-from flowalign.runs.convert import is_old
+from flowalign.runs.convert import is_old, run_folder
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
@@ -26,14 +26,15 @@ from flowalign.utils.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Ema:
-    """Averaged weights, used for evaluation and saved beside the live ones."""
+    """Configures averaged weights, which are evaluated and saved beside the live ones."""
 
     decay: float = 0.9
+    """Decay of the average, in [0, 1). Default: 0.9, as in Flow-GRPO's code."""
     every: int = 1
-    """Optimizer updates between two averagings."""
+    """Optimizer updates between two averagings. Flow-GRPO's code: 8."""
 
     def __post_init__(self) -> None:
-        """Refuse what averages nothing, before weights are read."""
+        """Reject settings that average nothing, before weights are read."""
         if not 0 <= self.decay < 1 or self.every < 1:
             raise ValueError(
                 f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
@@ -42,30 +43,38 @@ class Ema:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run file: what is trained, by which recipe, on which rewards."""
+    """Holds a run file: what is trained, by which recipe, on which rewards."""
 
     policy: Policy
-    """The model, by dotted path of a class in `pipelines` or of your own."""
+    """Model that is trained, by dotted path of a class in `pipelines` or of your own."""
     num_steps: int
     """Steps of the loop, each with its updates."""
     recipe: Recipe
-    """The kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
+    """Kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
     `flowalign.training.Matching` or your own."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
     reward_weights: dict[str, float] = field(default_factory=dict)
     """Weight per reward dimension; unnamed dimensions are only logged."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)
+    """Averaged weights. Null: none; the live weights are evaluated."""
     evaluation: Evaluation | None = None
+    """Held-out evaluation. Null: none."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
+    """When checkpoints are written, and how many are kept."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Trackers besides metrics.jsonl, which is always written."""
     seed: int = 0
+    """Seed of every random draw but those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the policy; auto: a GPU if there is one."""
     threads: int | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
+    """Run directory. If no file sets it: runs/ and the names of the run files, joined by
+    hyphens."""
 
     def __post_init__(self) -> None:
         """Check everything that needs no weights."""
@@ -80,10 +89,10 @@ class Run:
         self.recipe.check(self.context(self.build_rewards()))
 
     def build_rewards(self, costs: Costs | None = None) -> Rewards:
-        """The reward models with their weights and what the prompt files say beside prompts.
+        """Return the reward models with their weights and the metadata of the prompt files.
 
         Raises:
-            ValueError: two files give one prompt different fields, or the models do not fit.
+            ValueError: Two files give one prompt different fields, or the models do not fit.
         """
         metadata: dict[str, dict[str, Any]] = {}
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
@@ -102,7 +111,7 @@ class Run:
         return rewards
 
     def context(self, rewards: Rewards) -> RunContext:
-        """What the recipe is told of this run."""
+        """Return what the recipe needs to know of this run."""
         return RunContext(
             policy=self.policy,
             rewards=rewards,
@@ -116,16 +125,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Loaded:
-    """A run, its resolved settings, and where each of them came from."""
+    """Holds a run, its resolved settings, and where each of them came from."""
 
     run: Run
+    """Run with all components built."""
     text: str
-    """The complete settings as YAML; a run directory keeps them, and loading them gives them."""
+    """Complete settings as YAML; a run directory keeps them, and loading them gives them again."""
     origins: Mapping[str, str]
-    """The file, or "command line", that set a dotted key; keys that are absent have defaults."""
+    """File, or "command line", that set a dotted key; keys that are absent have defaults."""
 
     def annotated(self) -> str:
-        """The settings as YAML, each with the file that set it as a comment."""
+        """Return the settings as YAML, each with the file that set it as a comment."""
         lines, above = self.text.splitlines(), []
         shown = []
         for line, after in zip(lines, [*lines[1:], ""], strict=True):
@@ -141,25 +151,26 @@ _SETTING = re.compile(r"( *)([\w-]+):( .*)?$")
 
 
 def load(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> tuple[Run, str]:
-    """One or several run files with overrides such as `--recipe.sampling.eta 0.5`.
+    """Load one or several run files with overrides such as `--recipe.sampling.eta 0.5`.
 
     Returns the run and its complete settings as YAML.
 
     Raises:
-        ConfigError: in at most five lines, naming the key or value and what is allowed.
+        ConfigError: Its message has at most five lines; it names the key or value and the allowed.
     """
     loaded = load_with_origins(configs, overrides)
     return loaded.run, loaded.text
 
 
 def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = ()) -> Loaded:
-    """A run with the origin of every setting. See `load`."""
+    """Load a run with the origin of every setting. See `load`."""
     names = [configs] if isinstance(configs, str) else list(configs)
     composed = compose(names)
     shown = " ".join(names)
     if is_old(composed.values):
         raise ConfigError(
-            f"{shown} is a run file of flowalign 0.1; convert it once: flowalign convert {shown}"
+            f"{shown} is a run file of flowalign 0.1; convert it once: "
+            f"flowalign convert {' '.join(map(run_folder, names))}"
         )
     parser, dashed = _parser(), _with_dashes(overrides)
     try:
@@ -200,7 +211,7 @@ def _readable(message: str, config: str, parser: ArgumentParser, origins: Mappin
 
 
 def _what(lines: Sequence[str], has_key: bool) -> str:
-    """What is wrong: where its key is known, the innermost line that says anything."""
+    """Return what is wrong: if its key is known, the innermost line that says anything."""
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
@@ -224,7 +235,7 @@ _MISPLACED = {
     "Not a valid subclass of": "settings of a component stand under its init_args",
     " is abstract": "name a class_path here, or a run file before this one that does",
 }
-"""What to do about errors of components as a whole."""
+"""Advice about errors of components as a whole."""
 
 
 def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
@@ -239,7 +250,7 @@ def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
 
 
 def _unknown_option(message: str) -> str | None:
-    """The option that a run or a component does not have, from that one's own point of view."""
+    """Return the option that a run or a component does not have, as that one names it."""
     found = _UNKNOWN.search(message)
     return _inside(found[1] or "", found[2]) if found else None
 
@@ -258,12 +269,12 @@ def _nearest(word: str, known: Sequence[str], key: str = "") -> str:
 
 
 def _inside(key: str, name: str) -> str:
-    """The dotted name of what stands below a key, either of which may be empty."""
+    """Return the dotted name of `name` below `key`, either of which may be empty."""
     return ".".join(part for part in (key, name) if part)
 
 
 def _parser_of(class_path: str) -> ArgumentParser:
-    """Reads the settings of one component, those of its groups included."""
+    """Return a parser of the settings of one component, those of its groups included."""
     module, _, name = class_path.rpartition(".")
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(getattr(importlib.import_module(module), name), None)

@@ -80,8 +80,9 @@ def convert_path(path: Path) -> list[Path]:
     """
     if not path.exists():
         raise ConfigError(f"{path} does not exist (looked in {Path.cwd()})")
-    if path.is_file():
+    if path.is_file() and not (path.name == _CONFIG and _is_run(path.parent)):
         return _convert_yaml(path)
+    path = path.parent if path.is_file() else path
     if not (path / _CONFIG).is_file():
         raise ConfigError(f"{path} holds no {_CONFIG}: name a run file or the folder of a run")
     if (path / _MANIFEST).is_file():
@@ -89,6 +90,16 @@ def convert_path(path: Path) -> list[Path]:
     checkpoints = [file.parent for file in sorted(path.glob(f"checkpoints/step-*/{_MANIFEST}"))]
     changed = [file for folder in checkpoints for file in _convert_checkpoint(folder)]
     return changed + _convert_yaml(path / _CONFIG)
+
+
+def run_folder(config: str) -> str:
+    """Return what to convert for a file: the folder of its run, or the file if it has none."""
+    path = Path(config)
+    return str(path.parent) if path.name == _CONFIG and _is_run(path.parent) else config
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "checkpoints").is_dir() or (folder / _MANIFEST).is_file()
 
 
 def _is_online(settings: Mapping[str, Any]) -> bool:

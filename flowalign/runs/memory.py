@@ -1,4 +1,4 @@
-"""How much memory a run needs, part by part, and which setting lowers which part by how much."""
+"""Estimate the memory of a run, part by part, with the settings that lower each part."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,12 +9,13 @@ from flowalign.training.recipe import MemoryPart
 from flowalign.types import ModelPlan
 
 _LARGE = 10**9
-"""Bytes from which on a part is worth a hint, if it is a tenth of the whole as well."""
+"""Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
 _TURNS = ("encoding", "sampling", "updating", "verifying")
+"""Stages that take memory one after another."""
 
 
 def peak(parts: Sequence[MemoryPart]) -> int:
-    """Bytes on the device at once: what is always there, and the largest of the other stages."""
+    """Return the bytes on the device at once: what is always there, and the largest other stage."""
     always, *turns = (
         sum(part.num_bytes for part in parts if part.stage == stage)
         for stage in ("always", *_TURNS)
@@ -23,7 +24,7 @@ def peak(parts: Sequence[MemoryPart]) -> int:
 
 
 def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
-    """Rows of the plan table: the whole, whether it fits, and what would lower its large parts.
+    """Return rows of the plan table: the whole, whether it fits, and what would lower large parts.
 
     `available` are the bytes of the device, None where there is none or it is main memory.
     """
@@ -47,8 +48,10 @@ def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
 
 
 def network(run: Run, model: ModelPlan, weight_copies: int) -> list[MemoryPart]:
-    """Denoiser, optimizer, copies of trained weights, what stays beside them, and the denoiser that
-    is read once more to verify what was saved."""
+    """Return the memory of denoiser, optimizer, copies of trained weights, and frozen encoders.
+
+    It includes the denoiser that is read once more to verify what was saved.
+    """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     weights = model.parameters * (4 if whole else model.bytes_per_parameter)
     encoders = _savings(model, "text encoders", 1)
@@ -64,7 +67,7 @@ def network(run: Run, model: ModelPlan, weight_copies: int) -> list[MemoryPart]:
 
 
 def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPart:
-    """What making media takes of the largest micro-batch that is decoded at once."""
+    """Return the memory of decoding the largest micro-batch that is decoded at once."""
     sizes = {"evaluation.micro_batch": run.evaluation.micro_batch} if run.evaluation else {}
     sizes |= batches
     largest = max(sizes.values(), default=0)
@@ -77,7 +80,7 @@ def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPa
 
 
 def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPart:
-    """What one micro-batch of the update keeps for its backward pass."""
+    """Return what one micro-batch of the update keeps for its backward pass."""
     micro_batch, each = run.recipe.micro_batch, evaluations_per_example
     savings = _savings(model, "activations", micro_batch * each)
     savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * model.activation_bytes
@@ -86,14 +89,14 @@ def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPa
 
 
 def available(device: str) -> int | None:
-    """Bytes of the GPU that a run with this `device` uses; None where it uses none."""
+    """Return the bytes of the GPU that a run with this `device` uses; None where it uses none."""
     if device == "cpu" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_properties(0).total_memory
 
 
 def size(num_bytes: int | float) -> str:
-    """A number of bytes as people write it: 3.5 GB."""
+    """Format a number of bytes for people: 3.5 GB."""
     for unit in ("B", "kB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.3g} {unit}"
@@ -102,7 +105,7 @@ def size(num_bytes: int | float) -> str:
 
 
 def _listed(parts: Sequence[MemoryPart]) -> str:
-    """Every part that takes anything; of those that take turns, that they do."""
+    """List every part that takes memory, with the stage of those that take turns."""
     words = {turn: f" while {turn}" for turn in _TURNS}
     return ", ".join(
         f"{part.name} {size(part.num_bytes)}{words.get(part.stage, '')}"
@@ -112,5 +115,5 @@ def _listed(parts: Sequence[MemoryPart]) -> str:
 
 
 def _savings(model: ModelPlan, part: str, times: int) -> dict[str, int]:
-    """What the policy could be told to lower a part that is counted so many times."""
+    """Return the settings that lower a part which is counted `times` times, and the bytes saved."""
     return {s.setting: times * s.saved_bytes for s in model.savings if s.part == part}

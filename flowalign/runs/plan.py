@@ -1,11 +1,11 @@
-"""The plan of a run: what it will do and cost, worked out before any weight is read."""
+"""Plan a run: what it will do and cost, worked out before any weight is read."""
 
 from flowalign.runs import memory
 from flowalign.runs.config import Run
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
-    """Rows of the plan table. Raises ValueError for a model folder that cannot be used."""
+    """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
     model = run.policy.plan()
     if run.evaluation and len(run.evaluation.items()) < world:
         raise ValueError(

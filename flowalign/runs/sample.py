@@ -31,6 +31,7 @@ from flowalign.utils.seeds import generator
 
 MANIFEST, LISTING = "sample.json", "metadata.jsonl"
 DECODED_AT_ONCE = 16
+"""Pictures that are decoded in one call; clips are decoded one by one."""
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,21 @@ class Request:
     """Holds the run file, the prompts and the settings of what is sampled."""
 
     run: Run
+    """Run file whose model is sampled."""
     settings: Mapping[str, Any]
     """Settings that decide every picture or clip, for the manifest."""
     prompts: Sequence[str]
+    """Prompts that are sampled."""
     count: int
     """Pictures or clips per prompt."""
     num_steps: int
     """Denoising steps."""
     seed: int
+    """Seed of the initial noises."""
     weights: str | None
     """Folder with trained weights; null: the policy's own."""
     out: Path
+    """File of a grid, or folder."""
     micro_batch: int
     """Pictures or clips per network call."""
 
@@ -114,6 +119,7 @@ class Medium:
     """Names one file of a folder."""
 
     prompt: str
+    """Prompt that the medium answers."""
     number: int
     """Index of the prompt, from 0."""
     copy: int

@@ -1,4 +1,4 @@
-"""A run from its settings to its directory: build, train, evaluate, save, resume."""
+"""Run a run file: build, train, evaluate, save, resume."""
 
 import json
 import math
@@ -30,30 +30,40 @@ from flowalign.utils.tracking import Tracker
 
 @dataclass
 class Session:
-    """Everything that a started run holds."""
+    """Holds everything that a started run needs."""
 
     run: Run
+    """Run file."""
     config: str
-    """The complete settings as YAML."""
+    """Complete settings as YAML."""
     folder: Path
+    """Run directory."""
     processes: Processes
+    """Processes that train together."""
     learner: Learner
+    """Policy with its optimizer and averages."""
     rewards: Rewards
+    """Loaded reward models."""
     loop: Loop
+    """Loop that the recipe opened."""
     costs: Costs
+    """Counts of this process."""
     log: Log
+    """Shows messages to a person."""
     messages: Messages
-    """Where the loop logs."""
+    """Log of the loop, shown above the progress bar."""
     seconds_before: float = 0.0
     """Seconds spent before this process resumed the run."""
     started: float = 0.0
+    """Start of training on the clock of `time.perf_counter`, moved on by pauses."""
     before: dict[str, float] | None = None
-    """Metrics of the evaluation before training."""
+    """Metrics of the evaluation before training; None without evaluation."""
     first_step: int = 0
+    """Index of the first step of this process."""
 
     @property
     def seconds(self) -> float:
-        """Training time so far, evaluation left out."""
+        """Return the training time so far, without evaluations."""
         return self.seconds_before + time.perf_counter() - self.started
 
 
@@ -61,7 +71,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     """Load the weights, open the loop and make the run directory; with `resume`, restore.
 
     Raises:
-        ValueError: the directory already holds a run, or the checkpoint is not one of this run.
+        ValueError: The directory already holds a run, or the checkpoint is not one of this run.
     """
     if run.threads:
         torch.set_num_threads(run.threads)
@@ -102,7 +112,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
 
 
 def train(session: Session) -> dict[str, Any]:
-    """Run the steps that are left, and write all that a run directory holds."""
+    """Run the steps that are left, and write all files of the run directory."""
     run, first = session.run, session.first_step
     tracker = (
         Tracker(session.folder, run.trackers, first or None) if session.processes.is_main else None
@@ -140,7 +150,7 @@ def train(session: Session) -> dict[str, Any]:
 
 
 def _write_config(path: Path, config: str) -> None:
-    """Write the settings; equal ones that are there keep their comments, which say the origins."""
+    """Write the settings; equal ones that are there keep their comments about origins."""
     if not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(config):
         write_text(path, config)
 
@@ -156,7 +166,7 @@ def _refuse_begun(folder: Path) -> None:
 
 
 def _close(folder: Path, tracker: Tracker | None, summary: dict[str, Any]) -> None:
-    """What is written at the end, by the one process that has a tracker."""
+    """Write the summary and the report, on the one process that has a tracker."""
     if tracker is None:
         return
     tracker.close()
@@ -176,7 +186,7 @@ def _resume(session: Session, resume: Path) -> None:
 
 
 def _between_steps(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-    """Evaluate and save where it is due; the metrics of the evaluation."""
+    """Evaluate and save if it is due; return the metrics of the evaluation."""
     cfg, every = session.run.evaluation, session.run.checkpoints.every
     due = cfg and cfg.every and done % cfg.every == 0
     after = _evaluate(session, tracker, done) if due else None
@@ -186,7 +196,7 @@ def _between_steps(session: Session, tracker: Tracker | None, done: int) -> dict
 
 
 def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-    """Evaluate the EMA weights after `done` steps; its time is no training time."""
+    """Evaluate the EMA weights after `done` steps; the time counts as no training time."""
     cfg = session.run.evaluation
     if cfg is None:
         return None
@@ -256,13 +266,13 @@ def _summary(
 
 
 def _spent(session: Session) -> Costs:
-    """The costs of all processes together."""
+    """Return the costs of all processes together."""
     mine = torch.tensor([list(asdict(session.costs).values())])
     return Costs(*session.processes.gather(mine).sum(0).tolist())
 
 
 def _costs_so_far(session: Session) -> dict[str, float]:
-    """What training has cost over all processes and resumptions; every rank must ask at once."""
+    """Return what training has cost over all processes and resumptions; all ranks must call it."""
     seconds, spent = session.seconds, _spent(session)
     names = ("reward_calls", "decodes", "network_evaluations")
     counted = {f"cost/{name}": float(getattr(spent, name)) for name in names}
@@ -270,7 +280,7 @@ def _costs_so_far(session: Session) -> dict[str, float]:
 
 
 def remove(folder: Path) -> None:
-    """Delete a run directory, for --overwrite. Raises ValueError if it does not look like one."""
+    """Delete a run directory, for --overwrite; raise ValueError if it does not look like one."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.yaml").is_file():
         raise ValueError(
             f"{folder} holds no config.yaml, so it is no run directory and is not deleted"

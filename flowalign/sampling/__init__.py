@@ -1,4 +1,4 @@
-"""Sampling: the one denoising loop, and which of its steps are random, shared or completed."""
+"""Sample trajectories: the one denoising loop, and which of its steps are random or shared."""
 
 from flowalign.sampling.branching import Branching, Chain, Comb, Layout, Tree
 from flowalign.sampling.calibration import Calibration

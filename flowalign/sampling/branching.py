@@ -1,4 +1,4 @@
-"""Which samples of a prompt share which states: chains, trees, and combs."""
+"""Arrange which samples of a prompt share which states: chains, trees, and combs."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -14,42 +14,46 @@ from flowalign.types import SharedRows
 
 @dataclass(frozen=True)
 class Layout:
-    """The G samples of one prompt before any of them is drawn."""
+    """Describes the G samples of one prompt before any of them is drawn."""
 
     eta: Float[Tensor, "G T"]
     """Noise level of each transition; 0 is an ODE step."""
     rows: SharedRows
-    """Which of the G samples share which states."""
+    """Arrangement that says which of the G samples share which states."""
 
 
 class Branching(ABC):
-    """How the samples that start from one initial noise come apart."""
+    """Decides how the samples that start from one initial noise come apart."""
 
     sibling_noise_scale: float | None = None
-    """How much louder the own noise of siblings is than one that they share; None: all is own."""
+    """Scale of the noise that each sibling draws for itself, relative to a noise that siblings
+    share; null: nothing is shared."""
 
     @abstractmethod
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
-        """Samples of one initial noise, given the noise levels of the window, 0 outside it.
+        """Return the layout of the samples of one initial noise.
 
-        ValueError where that many samples cannot be arranged in this way.
+        `eta` holds the noise levels of the window, and 0 outside it.
+
+        Raises:
+            ValueError: That many samples cannot be arranged in this way.
         """
 
 
 @dataclass(frozen=True)
 class Chain(Branching):
-    """Every sample on its own from the first stochastic step on."""
+    """Lets every sample go its own way from the first stochastic step on."""
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
-        """One shared start, then nothing shared."""
+        """Return chains that share their states up to the first stochastic step, none later."""
         below = _leaves_below(num_samples, num_samples, len(eta), _stochastic(eta)[:1])
         return Layout(eta.expand(num_samples, -1), _shared(num_samples, below))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tree(Branching):
-    """Every state at a split goes on as `children` states; siblings share all before.
+    """Splits every state into `children` states at some steps; siblings share everything before.
 
     Source: BranchGRPO, arXiv:2509.06040v5, splits at 0, 3, 6, 9; TreeGRPO, arXiv:2512.08153, three
     children at each of three steps. The growing noise is Dynamic-TreeRPO's, arXiv:2509.23352v3,
@@ -57,16 +61,19 @@ class Tree(Branching):
     """
 
     splits: Sequence[int] | None = None
-    """Steps at which to split; None: every step of the window."""
+    """Indices of the steps at which to split; null: every step of the window."""
     children: int = 2
+    """States that each split makes of one, at least 2."""
     growth: float = 0.0
-    """How much louder the deepest split is than the first, relative to it."""
+    """Excess of the deepest split's noise level over the first split's, relative to it; above
+    -1."""
     sibling_noise_scale: float | None = None
-    """s: siblings draw (common + s own) / sqrt(1 + s^2); BranchGRPO: 4. Each by itself stays
-    a standard normal, unlike in the released code, which scales the noise. None: all own."""
+    """s: siblings draw (common + s own) / sqrt(1 + s^2); BranchGRPO: 4. Each one by itself remains
+    a standard normal, unlike in the released code, which scales the noise. Null: siblings share no
+    noise."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no tree."""
+        """Reject settings that make no tree."""
         if self.sibling_noise_scale is not None and not self.sibling_noise_scale > 0:
             raise ValueError(
                 f"branching.sibling_noise_scale is {self.sibling_noise_scale}; "
@@ -80,7 +87,7 @@ class Tree(Branching):
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
-        """children^levels leaves."""
+        """Return a tree with children^levels leaves."""
         window = _stochastic(eta)
         splits = window if self.splits is None else sorted(self.splits)
         outside = sorted(set(splits) - set(window))
@@ -105,23 +112,27 @@ class Tree(Branching):
 
 @dataclass(frozen=True, kw_only=True)
 class Comb(Branching):
-    """An ODE spine from which `children` samples leave by one noisy step, at every window step.
+    """Lets `children` samples leave one ODE spine at every window step, by one noisy step each.
 
-    Whatever tells the children of a step apart, that step alone has caused.
+    That step alone causes all differences between the children of a step.
 
     Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
     """
 
     children: int = 6
+    """Samples that leave the spine at each window step, at least 2."""
 
     def __post_init__(self) -> None:
-        """Refuse a comb in which nothing can be compared."""
+        """Reject a comb in which nothing can be compared."""
         if self.children < 2:
             raise ValueError(f"branching.children is {self.children}; a comb needs at least 2")
 
     @override
     def seed_layout(self, num_samples: int, eta: Float[Tensor, "T"]) -> Layout:
-        """Step by step its children; the last sample, which leaves last, carries the spine."""
+        """Return the children of each step, in the order of the steps.
+
+        The last sample, which leaves last, carries the spine.
+        """
         window = _stochastic(eta)
         if num_samples != self.children * len(window):
             raise ValueError(
@@ -138,7 +149,7 @@ class Comb(Branching):
 
 
 def layout(branching: Branching, num_samples: int, seeds: int, eta: Float[Tensor, "T"]) -> Layout:
-    """The samples of one prompt: the same arrangement for each of its initial noises."""
+    """Return the samples of one prompt: the same arrangement for each of its initial noises."""
     if num_samples % seeds:
         raise ValueError(
             f"sampling.samples_per_prompt is {num_samples}, "
@@ -155,7 +166,7 @@ def _stochastic(eta: Float[Tensor, "T"]) -> list[int]:
 def _leaves_below(
     num_samples: int, children: int, num_steps: int, splits: Sequence[int]
 ) -> Int[Tensor, "S"]:
-    """How many samples share a state k."""
+    """Return how many samples share each state k."""
     done = [sum(split < k for split in splits) for k in range(num_steps + 1)]
     return num_samples // children ** torch.tensor(done)
 

@@ -1,4 +1,4 @@
-"""Exploration calibration: before training, how much noise each denoising step bears.
+"""Calibrate exploration before training: find how much noise each denoising step tolerates.
 
 psi goes into sampling as the eta of `DanceSDE`, one value per step, so std = psi_k sqrt(dt).
 
@@ -27,7 +27,8 @@ from flowalign.utils.files import write_text
 
 Rule = Literal["damped", "paper"]
 Gains = Callable[[Tensor, int], Tensor]
-"""gains(psi, iteration): V_{k+1} - V_k of N trajectories drawn with noise level psi_k at step k.
+"""gains(psi, iteration) returns V_{k+1} - V_k of N trajectories drawn with noise level psi_k at
+step k.
 
 One row per trajectory, one column per step; NaN where a reward failed or the step is an ODE step.
 It must be a pure function of its arguments, or a calibration that resumes is another one.
@@ -39,30 +40,32 @@ _CEILING = {"damped": 1.0, "paper": None}
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How noise levels are found."""
+    """Configures the search for the noise level of each denoising step."""
 
     rule: Rule = "damped"
-    """paper: Alg. 1 to the letter. damped: ours, as the paper's collapses to the floor where counts
-    are noisy and takes absolute steps, coarse where psi is small and slow where it is large."""
+    """Update rule of psi. paper: Alg. 1 to the letter. damped: ours, as the paper's collapses to
+    the floor where counts are noisy, and takes absolute steps, coarse where psi is small and slow
+    where it is large."""
     num_samples: int = 64
     """N, trajectories per iteration, each with a prompt of its own."""
     iterations: int = 40
-    """A finished calibration goes on when this is raised."""
+    """Number of iterations; raising it continues a finished calibration."""
     threshold: float | None = None
-    """paper: a difference of counts (default 2). damped: the surplus of negative over positive
-    gains that is borne, as a share in (0, 1) (default 0.2: 40 % positive, 60 % negative)."""
+    """paper: difference between the counts of positive and negative gains from which psi is
+    lowered; null: 2. damped: surplus of negative over positive gains that is tolerated, as a share
+    in (0, 1); null: 0.2, which is 40 % positive and 60 % negative."""
     step: float | None = None
-    """paper: what psi changes by (default 0.01). damped: what log psi changes by when all gains
-    are of one sign, in the first iteration (default 1)."""
+    """paper: change of psi; null: 0.01. damped: change of log psi in the first iteration if all
+    gains have one sign; null: 1."""
     floor: float = 1e-3
-    """psi never falls below."""
+    """Smallest psi."""
     ceiling: float | None = None
-    """psi never rises above ceiling sqrt(sigma / (1 - sigma)). damped: default 1, a little above
-    the 0.7 to 0.9 of published runs: where the reward does not see the noise, signs set no bound.
-    paper: default none."""
+    """Bound on psi: psi <= ceiling sqrt(sigma / (1 - sigma)). Null: no bound for paper, and 1 for
+    damped, a little above the 0.7 to 0.9 of published runs: where the reward does not see the
+    noise, signs set no bound."""
 
     def __post_init__(self) -> None:
-        """Reject what no calibration can use."""
+        """Reject settings that no calibration can use."""
         if self.rule not in get_args(Rule):
             known = ", ".join(get_args(Rule))
             raise ValueError(f"calibration.rule is {self.rule!r}; choose from {known}")
@@ -82,7 +85,7 @@ class Calibration:
             )
 
     def settings(self) -> dict[str, Any]:
-        """All but the number of iterations, with the rule's own defaults filled in."""
+        """Return all settings but the number of iterations, the rule's defaults filled in."""
         return {
             "rule": self.rule,
             "num_samples": self.num_samples,
@@ -95,7 +98,7 @@ class Calibration:
     def moved(
         self, psi: Float[Tensor, "T"], signs: Signs, iteration: int, sigmas: Float[Tensor, "T+1"]
     ) -> Float[Tensor, "T"]:
-        """The next levels; a step that no sample valued stays where it is."""
+        """Return the next levels; a step that no sample valued stays where it is."""
         settings = self.settings()
         threshold, ceiling = settings["threshold"], settings["ceiling"]
         sizes = {"step": settings["step"], "floor": self.floor}
@@ -117,27 +120,36 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Iteration:
-    """One iteration: the levels it was drawn with and, per step, the signs it counted."""
+    """Records one iteration: the levels it was drawn with and, per step, the signs it counted."""
 
     iteration: int
+    """Index of the iteration, from 0."""
     psi: list[float]
+    """Noise level of each step."""
     positive: list[int]
+    """Trajectories per step whose gain was above 0."""
     negative: list[int]
+    """Trajectories per step whose gain was below 0."""
     ties: list[int]
+    """Trajectories per step whose gain was 0."""
     valid: list[int]
+    """Trajectories per step whose gain is known; 0 for ODE steps."""
 
 
 @dataclass(frozen=True)
 class History:
-    """A calibration as its file holds it."""
+    """Holds a calibration as its file does."""
 
     settings: dict[str, Any]
+    """Settings of the `Calibration`, defaults filled in."""
     identity: dict[str, Any]
-    """What the gains depend on besides psi: seed, model, rewards, prompts, schedule."""
+    """Everything else that the gains depend on: seed, model, rewards, prompts, schedule."""
     sigmas: list[float]
+    """Schedule of the trajectories, rounded to six decimals."""
     psi: list[float]
-    """The levels after the last iteration: what sampling.eta is set to."""
+    """Levels after the last iteration, which become sampling.eta."""
     iterations: list[Iteration] = field(default_factory=list)
+    """Iterations so far, the first one first."""
 
 
 def calibrate(
@@ -149,14 +161,14 @@ def calibrate(
     identity: Mapping[str, Any],
     writes: bool = True,
 ) -> History:
-    """Move psi for the iterations that are left, writing the file after each of them.
+    """Update psi for the iterations that are left, writing the file after each of them.
 
     psi starts at eta sqrt(sigma / (1 - sigma)), the levels of `FlowSDE` with that eta.
 
     On several processes all of them read the file, `gains` gathers, and one writes.
 
     Raises:
-        ValueError: the file holds a calibration with other settings, or no calibration.
+        ValueError: The file holds a calibration with other settings, or no calibration.
     """
     history = _begin(cfg, sigmas, eta, identity)
     if path.exists():
@@ -177,7 +189,7 @@ def calibrate(
 
 
 def read_calibration(path: Path) -> History:
-    """The calibration in a file. Raises ValueError if it holds none."""
+    """Read the calibration in a file; raise ValueError if it holds none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = [Iteration(**row) for row in content.pop("iterations")]
@@ -189,7 +201,7 @@ def read_calibration(path: Path) -> History:
 def _begin(
     cfg: Calibration, sigmas: Float[Tensor, "S"], eta: float, identity: Mapping[str, Any]
 ) -> History:
-    """No iteration yet; everything as it reads back from JSON."""
+    """Return a history without iterations, with every value as it reads back from JSON."""
     return History(
         settings=cfg.settings(),
         identity=json.loads(json.dumps({**identity, "eta": eta})),
@@ -199,7 +211,7 @@ def _begin(
 
 
 def _resumed(path: Path, fresh: History, num_iterations: int) -> History:
-    """What the file holds, if it began as `fresh` does."""
+    """Return the history in the file; raise ValueError unless it began as `fresh` does."""
     held = read_calibration(path)
     found, wanted = map(_origin, (held, fresh))
     other = [
@@ -221,13 +233,13 @@ def _resumed(path: Path, fresh: History, num_iterations: int) -> History:
 
 
 def _origin(history: History) -> dict[str, Any]:
-    """All that its levels follow from, by name."""
+    """Return everything that the levels follow from, by name."""
     settings = {f"calibration.{name}": value for name, value in history.settings.items()}
     return {**settings, **history.identity, "sigmas": history.sigmas}
 
 
 def _to_json(history: History) -> str:
-    """One line per field and per iteration, so that the file can be read and compared."""
+    """Write one line per field and per iteration, so that the file can be read and compared."""
     content = asdict(history)
     rows = [json.dumps(row) for row in content.pop("iterations")]
     lines = [f'  "{name}": {json.dumps(value)},\n' for name, value in content.items()]

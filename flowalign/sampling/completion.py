@@ -1,4 +1,4 @@
-"""Finish intermediate states by ODE, all together: what makes step-level credit affordable."""
+"""Complete intermediate states by ODE, all together: what makes step-level credit affordable."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ from flowalign.types import (
 )
 
 CompletionRequest = tuple[int, Completion]
-"""The index of a state to finish, and how it is finished."""
+"""Index of a state to complete, and how it is completed."""
 
 
 class BatchedCompletion:
@@ -34,9 +34,9 @@ class BatchedCompletion:
         num_steps = trajectory.num_steps
         paths = {request: request[1].path(request[0], num_steps) for request in requests}
         self.ahead = {request: path for request, path in paths.items() if len(path) > 1}
-        """Points of the schedule that each completion still has to pass, its own first."""
+        """Schedule indices that each completion still has to visit, its current one first."""
         self.at: dict[CompletionRequest, Tensor] = {}
-        """The current state of each completion that has begun."""
+        """Current state of each completion that has begun."""
 
     def step(
         self,
@@ -46,7 +46,7 @@ class BatchedCompletion:
         rows: Int[Tensor, "n"],
         micro_batch: int,
     ) -> Float[Tensor, "n *latent"]:
-        """Velocities of the states x of samples `rows` at point k; advances all completions."""
+        """Return the velocities of x, states k of samples `rows`; advance all completions."""
         active = [request for request in self.at if self.ahead[request][0] == k]
         shared = self.trajectory.rows
         samples = torch.cat([rows, *(shared.unique_rows(request[0]) for request in active)])
@@ -77,10 +77,10 @@ def complete(
     requests: Collection[CompletionRequest],
     micro_batch: int,
 ) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
-    """Clean latents of states after the rollout, one row per distinct state.
+    """Return clean latents of states after the rollout, one row per distinct state.
 
-    For another velocity field than the rollout's: there are at most T sequential calls, and the
-    first velocity of every completion is evaluated too.
+    It serves velocity fields other than the rollout's: there are at most T sequential calls, and
+    the first velocity of every completion is evaluated too.
     """
     completion = BatchedCompletion(trajectory, requests)
     no_states = trajectory.state(trajectory.num_steps, slice(0))
@@ -100,32 +100,36 @@ def velocity(
     row: Int[Tensor, "n"],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """`field.velocity` in chunks; sample i is conditioned on row[i] of cond."""
+    """Evaluate `field.velocity` in micro-batches; sample i is conditioned on row[i] of cond."""
     chunks = zip(x.split(micro_batch), row.split(micro_batch), strict=True)
     return torch.cat([field.velocity(part, sigma, take(cond, rows)) for part, rows in chunks])
 
 
 def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:
-    """The given rows of every conditioning tensor."""
+    """Return the given rows of every conditioning tensor."""
     return {name: value[rows] for name, value in cond.items()}
 
 
 @dataclass(frozen=True)
 class CreditRequirements:
-    """What a credit method needs of a rollout, found by running it on a trajectory of zeros."""
+    """Records what a credit method needs from a rollout, found on a trajectory of zeros."""
 
     credit: StepCredit
-    """The credit of the zeros."""
+    """Credit that the method gave to the zeros."""
     requested: tuple[CompletionRequest, ...]
-    """The states whose values the method requests."""
+    """States whose values the method requests."""
     read: frozenset[int]
-    """The states that the method reads itself."""
+    """Indices of the states that the method reads itself."""
 
 
 def credit_requirements(
     method: CreditEstimator, empty: Trajectory, how: Completion
 ) -> CreditRequirements:
-    """What a credit method needs. ValueError where a trajectory such as `empty` lacks it."""
+    """Return what a credit method needs from a rollout.
+
+    Raises:
+        ValueError: Trajectories such as `empty` do not meet the needs.
+    """
     values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
     credit = method(replace(empty, states=states), values)
     requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
@@ -133,7 +137,7 @@ def credit_requirements(
 
 
 class _RecordedValues(ValueFunction):
-    """Values of 0, and a record of the states that they were requested for."""
+    """Returns values of 0, and records the states that they were requested for."""
 
     def __init__(self, method: str, empty: Trajectory, how: Completion):
         self.method, self.empty, self.how = method, empty, how
@@ -151,7 +155,7 @@ class _RecordedValues(ValueFunction):
 
 
 class _Zeros(Mapping[int, Tensor]):
-    """States of a trajectory that was not drawn, and a record of those that were read."""
+    """Stands in for the states of a trajectory that is not drawn, and records which are read."""
 
     def __init__(self, rows: SharedRows):
         self.rows = rows

@@ -1,4 +1,4 @@
-"""Frame windows: the samples of a video prompt differ in one run of latent frames only.
+"""Restrict the differences between samples of a video prompt to a window of latent frames.
 
 Everything random outside the window, the initial noise of these frames and the noise that every
 stochastic step adds to them, is drawn once for all samples of the prompt. What tells their rewards
@@ -6,11 +6,10 @@ apart was then drawn inside the window, so the group compares these frames and n
 
 Each sample by itself is still a draw from the policy, and its transitions and log-probabilities are
 those of the whole latent. The shared noise e adds A_b e d(mean of these frames)/d(theta) / std to
-the gradient of sample b. Where the samples have equal means there, these terms sum to
-(sum of A_b) times one vector: nothing, for advantages that are centred in the group. They are
-exactly equal up to the first place where the frames inside the window differ. After it attention
-carries that difference outside, the means part, and a part that shrinks with that difference is
-left.
+the gradient of sample b. Where the samples have equal means there, these terms sum to (sum of A_b)
+times one vector: nothing, for advantages that are centred in the group. They are exactly equal up
+to the first place where the frames inside the window differ. After it attention carries that
+difference outside, the means part, and a part that shrinks with that difference is left.
 
 Source: the clip-level rollouts of WorldCompass, arXiv:2602.09022. The paper's models are
 autoregressive: there the frames before the window are one finished prefix, and none comes after it.
@@ -32,31 +31,33 @@ class FrameWindow(ABC):
 
     @abstractmethod
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """Latent frames within [0, num_frames). ValueError where the window does not fit."""
+        """Return latent frames within [0, num_frames); raise ValueError if they do not fit."""
 
 
 @dataclass(frozen=True)
 class FixedFrames(FrameWindow):
-    """Latent frames start, ..., stop - 1 for every prompt."""
+    """Chooses latent frames start, ..., stop - 1 for every prompt."""
 
     start: int
+    """Index of the first latent frame."""
     stop: int
+    """Index after the last latent frame."""
 
     @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """The same frames each time."""
         return _inside(self.start, self.stop, num_frames)
 
 
 @dataclass(frozen=True)
 class RandomFrames(FrameWindow):
-    """`length` consecutive latent frames, drawn for each prompt of each step."""
+    """Draws `length` consecutive latent frames for each prompt of each step."""
 
     length: int
+    """Number of latent frames."""
 
     @override
     def frames(self, num_frames: int, generator: torch.Generator) -> range:
-        """One draw, uniform over all places."""
+        """Draw once, uniformly over all positions."""
         _inside(0, self.length, num_frames)
         places = num_frames - self.length + 1
         start = int(torch.randint(places, (), generator=generator))
@@ -66,7 +67,7 @@ class RandomFrames(FrameWindow):
 def frame_windows(
     window: FrameWindow, latent_shape: Sequence[int], generators: Sequence[torch.Generator]
 ) -> list[range]:
-    """The window of each prompt. ValueError for pictures, and for frames that do not exist."""
+    """Return each prompt's window; raise ValueError for pictures, and frames that do not exist."""
     if len(latent_shape) != 4:
         raise ValueError(
             "sampling.frame_window needs frames of a video, but the latents of this policy "
@@ -78,7 +79,10 @@ def frame_windows(
 def shared_outside(
     noise: Float[Tensor, "B *latent"], windows: Sequence[range]
 ) -> Float[Tensor, "B *latent"]:
-    """Noise, prompt-major, whose frames outside each prompt's window are those of its first row."""
+    """Copy the noise of each prompt's first row to its other rows, outside the prompt's window.
+
+    Rows are prompt-major.
+    """
     parts = noise.clone().chunk(len(windows))
     for part, window in zip(parts, windows, strict=True):
         outside = [frame for frame in range(noise.shape[2]) if frame not in window]

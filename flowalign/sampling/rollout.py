@@ -1,4 +1,4 @@
-"""Sampling: the only denoising loop in the code base."""
+"""Sample trajectories and clean latents: the only denoising loop in the code base."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,55 +23,62 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """Where and how exactly the states of a rollout are kept until they are learned from."""
+    """Configures where and how precisely the states of a rollout are kept for training."""
 
     device: Literal["same", "cpu"] = "same"
-    """same: where the policy computes. cpu: in main memory, for a copy of each kept state and of
-    each minibatch."""
+    """same: on the policy's device. cpu: in main memory, at the price of a copy of each kept state
+    and of each minibatch."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """The rollout goes on from the rounded states, so that replay sees what the policy saw."""
+    """Precision of kept states. The rollout continues from the rounded states, so that replay sees
+    what the policy saw."""
 
     def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """What keeping leaves of a state, in float32."""
+        """Return a state in float32 after rounding to the stored precision."""
         return x.to(DTYPES[self.dtype]).float()
 
     def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """A rounded state as it is kept."""
+        """Return a rounded state in the precision and on the device of kept states."""
         return self.placed(x.to(DTYPES[self.dtype]))
 
     def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """A tensor where states are kept."""
+        """Return a tensor on the device of kept states."""
         return x.cpu() if self.device == "cpu" else x
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the trajectories of one prompt are drawn."""
+    """Configures how the trajectories of a prompt are drawn."""
 
     num_steps: int = 10
+    """T, denoising steps of a trajectory. Default: 10, as in Flow-GRPO's SD3.5 runs."""
     samples_per_prompt: int = 24
-    """G, the size of the group whose members are compared."""
+    """G, the size of the group whose members are compared. Default: 24, as in Flow-GRPO's SD3.5
+    runs."""
     eta: float | list[float] = 0.7
-    """Noise level inside the window, or one for each step; its meaning is the kernel's."""
+    """Noise level inside the window, or one for each step; its meaning is the kernel's. Default:
+    0.7, as in Flow-GRPO."""
     kernel: Kernel = field(default_factory=FlowSDE)
+    """Transition family: how a step adds noise."""
     sde_window: SDEWindow = field(default_factory=AllButLast)
-    """The steps that are stochastic and trained."""
+    """Steps that are stochastic and trained; all others are ODE steps."""
     seeds_per_prompt: int | None = None
-    """Different initial noises among the samples of a prompt. None: each has its own, or one per
-    tree. 1: all share it (DanceGRPO, MixGRPO). TempFlow-GRPO: 4."""
+    """Number of different initial noises among the samples of a prompt. Null: one per sample for
+    chains, 1 for trees and combs. 1: all samples share it (DanceGRPO, MixGRPO). TempFlow-GRPO:
+    4."""
     branching: Branching = field(default_factory=Chain)
-    """How samples of one initial noise come apart."""
+    """Arrangement of the samples of one initial noise: chain, tree or comb."""
     merge: float | None = None
-    """Make the one SDE step so long that exp(entropy per element) reaches this. E-GRPO: 2.2."""
+    """Entropy to reach: makes the one SDE step so long that exp(entropy per element) is this.
+    E-GRPO: 2.2. Null: no step is merged."""
     frame_window: FrameWindow | None = None
-    """The latent frames of a video in which the samples of a prompt differ. Null: all of them."""
+    """Latent frames of a video in which the samples of a prompt differ. Null: all of them."""
     states: Storage = field(default_factory=Storage)
-    """How the states are kept that training looks at."""
+    """Device and precision of the states that are kept for training."""
     micro_batch: int = 64
-    """Samples per network call, decode and reward call: the memory budget of a rollout."""
+    """Samples per network call, decode and reward call; the memory of a rollout grows with it."""
 
     def __post_init__(self) -> None:
-        """Reject what no run can use, before anything heavy is loaded."""
+        """Reject settings that no run can use, before anything heavy is loaded."""
         for name in ("num_steps", "samples_per_prompt", "micro_batch", "seeds_per_prompt"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -86,7 +93,11 @@ class Sampling:
             )
 
     def layout(self, steps: Sequence[int]) -> Layout:
-        """The samples of one prompt, stochastic in `steps`. ValueError where they do not fit."""
+        """Return the samples of one prompt, stochastic in `steps`.
+
+        Raises:
+            ValueError: The samples cannot be arranged in this way.
+        """
         if self.merge is not None and len(steps) != 1:
             raise ValueError(
                 f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
@@ -100,7 +111,7 @@ class Sampling:
         return layout(self.branching, self.samples_per_prompt, seeds, eta)
 
     def num_starts(self, steps: Sequence[int]) -> int:
-        """Different initial noises per prompt."""
+        """Return the number of different initial noises per prompt."""
         return len(self.layout(steps).rows.source_row[:, 0].unique())
 
 
@@ -152,7 +163,7 @@ def sample(
 def empty_trajectory(
     cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
-    """Trajectories before they are drawn, without states, on the device of the schedule."""
+    """Return trajectories before they are drawn: no states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
     return Trajectory(
         logp=torch.zeros(len(prompts) * group, cfg.num_steps, device=sigmas.device),
@@ -168,10 +179,10 @@ def empty_trajectory(
 
 
 def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
-    """The samples of several trajectories of one schedule, one after another.
+    """Concatenate the samples of several trajectories of one schedule.
 
-    The parts give up their states, means and completions one key after the other, so that no
-    tensor is held twice.
+    The parts give up their states, means and completions one key after the other, so that no tensor
+    is held twice.
     """
     first = parts[0]
     return replace(
@@ -188,7 +199,7 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
 
 
 def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
-    """Rows of all parts by key, which are no longer in the parts."""
+    """Concatenate the rows of all parts by key, and remove them from the parts."""
     held = [part for part in parts if isinstance(part, dict)]
     assert len(held) == len(parts), "a trajectory that was drawn holds its tensors in dictionaries"
     return {key: torch.cat([part.pop(key) for part in held]) for key in [*held[0]]}
@@ -202,7 +213,7 @@ def generate(
     generators: Sequence[torch.Generator],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Clean latents by the deterministic sampler, as the model's own pipeline; one per prompt."""
+    """Sample one clean latent per prompt, as the model's own pipeline does: deterministically."""
     x = torch.cat([policy.noise(1, generator) for generator in generators])
     unique = sorted(set(prompts))
     cond = policy.encode(unique)
@@ -217,8 +228,10 @@ def generate(
 def _scheduled(
     policy: Policy, prompts: Sequence[str], cfg: Sampling, steps: Sequence[int]
 ) -> Trajectory:
-    """Blank trajectories of encoded prompts on the policy's schedule, one step of it longer where
-    steps are merged."""
+    """Return trajectories with prompts encoded and the policy's schedule, but no states.
+
+    If steps are merged, one step of the schedule is longer.
+    """
     trajectory = empty_trajectory(cfg, steps, prompts, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
@@ -228,7 +241,7 @@ def _scheduled(
 
 
 class _Noise:
-    """All that is random of a rollout, on the policy's device."""
+    """Draws everything that is random in a rollout, and puts it on the policy's device."""
 
     def __init__(
         self,
@@ -247,7 +260,7 @@ class _Noise:
         """State 0 of every sample."""
 
     def of(self, k: int) -> Float[Tensor, "B *latent"]:
-        """Fresh noise of step k; what siblings share of it goes by the state that they leave."""
+        """Draw the noise of step k; samples share a common part by the state that they leave."""
         noise, scale = self._drawn(), self.branching.sibling_noise_scale
         if scale is not None:
             common = self.trajectory.rows.share(self._drawn(), k)

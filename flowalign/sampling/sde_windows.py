@@ -1,4 +1,4 @@
-"""Which denoising steps are stochastic and trained: one choice per iteration, for all samples."""
+"""Choose which denoising steps are stochastic and trained: one choice per step of the loop."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,54 +8,63 @@ from typing_extensions import override
 
 
 class SDEWindow(ABC):
-    """Chooses the SDE steps of an iteration; all other steps are ODE steps."""
+    """Chooses the SDE steps of a step of the loop; all other steps are ODE steps."""
 
     @abstractmethod
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """Increasing step indices in [0, num_steps). ValueError if the window does not fit."""
+        """Return increasing step indices in [0, num_steps).
+
+        `iteration` is the index of the step of the loop.
+
+        Raises:
+            ValueError: The window does not fit the schedule.
+        """
 
 
 @dataclass(frozen=True)
 class AllButLast(SDEWindow):
-    """Every step but the last, whose noise would reach the picture.
+    """Chooses every step but the last, whose noise would stay visible in the picture.
 
     Source: Flow-GRPO, arXiv:2505.05470v5.
     """
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """0, ..., num_steps - 2."""
+        """Return 0, ..., num_steps - 2."""
         return _inside(0, num_steps - 1, num_steps)
 
 
 @dataclass(frozen=True)
 class Fixed(SDEWindow):
-    """Steps start, ..., stop - 1."""
+    """Chooses steps start, ..., stop - 1."""
 
     start: int
+    """Index of the first step."""
     stop: int
+    """Index after the last step."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """The same steps each time."""
         return _inside(self.start, self.stop, num_steps)
 
 
 @dataclass(frozen=True)
 class Random(SDEWindow):
-    """`size` consecutive steps starting at a uniform draw from [low, high).
+    """Chooses `size` consecutive steps, starting at a uniform draw from [low, high).
 
     Source: Flow-GRPO-Fast (code of arXiv:2505.05470): size 2 or 3, start in the first half.
     """
 
     size: int = 2
+    """Number of steps."""
     low: int = 0
+    """Smallest index of the first step."""
     high: int | None = None
-    """None: half the steps."""
+    """Index above the largest first step; null: half the number of steps."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """One draw from the generator."""
+        """Draw the first step once."""
         high = num_steps // 2 if self.high is None else self.high
         if not self.low < high:
             raise ValueError(
@@ -69,13 +78,17 @@ class Random(SDEWindow):
 
 @dataclass(frozen=True)
 class RandomSubset(SDEWindow):
-    """A random `share` of all steps but the last. Source: DanceGRPO, arXiv:2505.07818v4, 0.6."""
+    """Chooses a random `share` of all steps but the last.
+
+    Source: DanceGRPO, arXiv:2505.07818v4, 0.6.
+    """
 
     share: float = 0.6
+    """Share of the steps that are stochastic, rounded down to a number of steps."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """A fresh subset each iteration."""
+        """Draw a new subset for each step of the loop."""
         count = int(self.share * (num_steps - 1))
         if not 1 <= count <= num_steps - 1:
             raise ValueError(
@@ -86,19 +99,22 @@ class RandomSubset(SDEWindow):
 
 @dataclass(frozen=True)
 class Sliding(SDEWindow):
-    """`size` steps that move by `stride` every `every` iterations and stop at the schedule's end.
+    """Moves a window of `size` steps by `stride` every `every` steps of the loop, up to the end.
 
     Source: MixGRPO, arXiv:2507.21802v7: size 4, every 25, stride 1. Its code lets the last windows
     shrink; here the window stays whole.
     """
 
     size: int = 4
+    """Number of denoising steps in the window."""
     every: int = 25
+    """Steps of the loop between two moves."""
     stride: int = 1
+    """Denoising steps by which the window moves."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """The window of this iteration."""
+        """Return the window of this step of the loop."""
         if self.every < 1 or self.stride < 1:
             raise ValueError(
                 f"sliding window with every {self.every}, stride {self.stride}: need at least 1"
@@ -110,17 +126,19 @@ class Sliding(SDEWindow):
 
 @dataclass(frozen=True)
 class Geometric(SDEWindow):
-    """`size` consecutive steps, starting at i with probability proportional to ratio^i.
+    """Chooses `size` consecutive steps, starting at i with probability proportional to ratio^i.
 
     Source: TreeGRPO, arXiv:2512.08153, size 3 and ratio 0.5.
     """
 
     size: int = 3
+    """Number of steps."""
     ratio: float = 0.5
+    """Ratio of the probabilities of consecutive starts, in (0, 1]."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """One draw among the starts that leave the last step an ODE step."""
+        """Draw among the starts that leave the last step an ODE step."""
         if not 0 < self.ratio <= 1:
             raise ValueError(f"geometric window with ratio {self.ratio}; it must lie in (0, 1]")
         _inside(0, self.size, num_steps - 1)
@@ -131,19 +149,21 @@ class Geometric(SDEWindow):
 
 @dataclass(frozen=True)
 class Backward(SDEWindow):
-    """The last steps, `first` of them in the beginning and one more every `every` iterations.
+    """Chooses the last `first` steps, and one more after every `every` steps of the loop.
 
-    The very last step, whose noise would reach the picture, is counted but stays an ODE step.
+    The very last step, whose noise would stay visible, is counted but stays an ODE step.
 
     Source: B2-DiffuRL, arXiv:2503.11240: of 20 steps the last 14, growing to all in 100 stages.
     """
 
     first: int = 14
+    """Number of last steps in the first step of the loop, at least 2."""
     every: int = 14
+    """Steps of the loop after which the window grows by one denoising step."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
-        """The window of this iteration."""
+        """Return the window of this step of the loop."""
         if self.every < 1 or not 2 <= self.first <= num_steps:
             raise ValueError(
                 f"backward window with first {self.first}, every {self.every}: "

@@ -1,4 +1,4 @@
-"""Training: what updates a policy. Each kind of training is a folder with a recipe and a loop.
+"""Update policies. Each kind of training is a folder with a recipe and a loop.
 
 A recipe is named in a run file and opens a loop; learner, references, averages, checkpoints,
 evaluation and checks are shared by all of them.

@@ -1,12 +1,14 @@
-"""Checkpoints: written aside and renamed, complete or not there, and resumed bit for bit.
+"""Write checkpoints to a temporary folder and rename it: they are complete or absent.
 
-step-000120/
-    pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
-    ema/pytorch_lora_weights.safetensors
-    state/training.safetensors         parameters, averages and optimizer moments in float32
-    state/loop.json                    step, counters, costs
-    config.yaml
-    manifest.json                      size of every file above
+A resumed run continues bit for bit.
+
+    step-000120/
+        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
+        ema/pytorch_lora_weights.safetensors
+        state/training.safetensors         parameters, averages and optimizer moments in float32
+        state/loop.json                    step, counters, costs
+        config.yaml
+        manifest.json                      size of every file above
 """
 
 import json
@@ -29,16 +31,18 @@ _PREFIX = "step-"
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
-    """When checkpoints are written, and how many stay. The last step is always saved."""
+    """Configures when checkpoints are written and kept; the last step is always saved."""
 
     every: int = 50
+    """Steps of the loop between two checkpoints."""
     keep: int = 3
-    """The newest so many; 0 keeps all."""
+    """Number of newest checkpoints that are kept; 0 keeps all."""
     verify: Literal["never", "first_and_last", "always"] = "first_and_last"
-    """Re-read what was written through the model's own pipeline: the difference must be 0."""
+    """Which checkpoints are read back through the model's own pipeline, with a difference that must
+    be 0. first_and_last: the first one of the run and the final one."""
 
     def __post_init__(self) -> None:
-        """Refuse negative numbers."""
+        """Reject an `every` below 1 and a negative `keep`."""
         if self.every < 1 or self.keep < 0:
             raise ValueError(
                 f"checkpoints.every {self.every}, keep {self.keep}: need every >= 1, keep >= 0"
@@ -49,7 +53,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
     """Write the state after `step` steps.
 
     Raises:
-        OSError: the disk is full or not writable; earlier checkpoints are untouched.
+        OSError: The disk is full or not writable; earlier checkpoints are untouched.
     """
     final = root / f"{_PREFIX}{step:06d}"
     partial = root / f".{final.name}.tmp"
@@ -85,7 +89,7 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
-    """Rename; a checkpoint of the same step stays until the new one has its name."""
+    """Rename the folder; a checkpoint of the same step stays until the new one has its name."""
     old = partial.with_suffix(".old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -100,13 +104,18 @@ def _put_in_place(partial: Path, final: Path) -> None:
 
 
 def restore(folder: Path, learner: Learner) -> dict[str, Any]:
-    """Put back everything that `save` wrote; returns the loop's own state.
+    """Put back everything that `save` wrote, and return the loop's own state.
 
     Raises:
-        ValueError: the checkpoint is incomplete, or belongs to another model or recipe.
+        ValueError: The checkpoint is incomplete, or belongs to another model or recipe.
     """
     check_complete(folder)
     loop = json.loads((folder / "state" / "loop.json").read_text())
+    if "carried" in loop:
+        raise ValueError(
+            f"{folder} is a checkpoint of flowalign 0.1; convert its run once: "
+            f"flowalign convert {folder.parent.parent}"
+        )
     wanted = _tensors(learner)
     with safe_open(folder / "state" / "training.safetensors", "pt") as file:
         names = set(file.keys())
@@ -123,7 +132,7 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint of a run, or None."""
+    """Return the newest checkpoint of a run, or None."""
     found = _by_step(root)
     return found[-1] if found else None
 
@@ -135,7 +144,7 @@ def prune(root: Path, keep: int) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Compare the files with the manifest. Raises ValueError if one is missing or cut short."""
+    """Compare the files with the manifest; raise ValueError if one is missing or cut short."""
     manifest = folder / "manifest.json"
     if not manifest.is_file():
         raise ValueError(f"{folder} is no complete checkpoint: manifest.json is missing")
@@ -150,13 +159,13 @@ def check_complete(folder: Path) -> None:
 
 
 def _by_step(root: Path) -> list[Path]:
-    """All checkpoints, oldest first; folders with other names are left alone."""
+    """Return all checkpoints, oldest first; folders with other names are left alone."""
     steps = {f: f.name.removeprefix(_PREFIX) for f in root.glob(f"{_PREFIX}*")}
     return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
 
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Everything that training changes, by name."""
+    """Return every tensor that training changes, by name."""
     out = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in learner.named.items()}
     for kind, kept in learner.averages.items():
         pairs = zip(learner.named, kept.average, strict=True)

@@ -1,4 +1,4 @@
-"""Checks of every kind of training that run by themselves after the first updates."""
+"""Check every kind of training automatically after its first updates."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -9,10 +9,11 @@ import torch
 from flowalign.training.learner import Learner, TrainingFailure
 
 OnFailure = Literal["raise", "warn"]
+"""Reaction to a failed check: raise stops the run, warn logs the message."""
 
 
 class WeightChecks:
-    """Checks weights after the first two steps with an update, in every kind of training."""
+    """Checks the weights after the first two steps that made an update."""
 
     def __init__(self, learner: Learner, on_failure: OnFailure, log: Callable[[str], None]):
         self.learner, self.on_failure, self.log = learner, on_failure, log
@@ -22,7 +23,10 @@ class WeightChecks:
         self.found: dict[str, float] = {}
 
     def after_update(self) -> bool:
-        """Check that weights moved and ranks agree. True if this was one of the two steps."""
+        """Check that weights moved and ranks agree.
+
+        Returns True if this was one of the first two steps with an update.
+        """
         made = self.learner.num_updates - self.learner.num_skipped
         if self.seen == 2 or made == self.made:
             return False
@@ -40,7 +44,7 @@ class WeightChecks:
         return True
 
     def metrics(self) -> dict[str, float]:
-        """Measurements since the last call."""
+        """Return the measurements since the last call."""
         found, self.found = self.found, {}
         return found
 
@@ -67,5 +71,8 @@ class WeightChecks:
 
 
 def _kind_names(names: Iterable[str]) -> set[str]:
-    """Parameter names without layer numbers: a layer may rightly be idle, a whole kind may not."""
+    """Return parameter names without layer numbers.
+
+    One layer may rightly be idle, all layers of one kind may not.
+    """
     return {re.sub(r"\.\d+\.", ".*.", name) for name in names}

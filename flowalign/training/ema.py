@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained parameters."""
+"""Average the trained parameters over updates, with exponentially falling weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 
 class EMA:
-    """average <- decay * average + (1 - decay) * parameters, every `every` optimizer steps.
+    """Updates average <- decay * average + (1 - decay) * parameters every `every` optimizer steps.
 
-    Early on the decay is min(decay, (1 + n) / (ramp + n)), so that the start does not drown the
-    first updates; with ramp 1 it is the same throughout.
+    The decay starts lower, at min(decay, (1 + n) / (ramp + n)) after n averagings, so that the
+    start does not drown the first updates; with ramp 1 it is the same throughout.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class EMA:
 
     @torch.no_grad()
     def update(self, optimizer_step: int) -> None:
-        """Take in the parameters after an optimizer step."""
+        """Include the parameters after an optimizer step."""
         if optimizer_step % self.every:
             return
         decay = min(self.decay, (1 + self.num_updates) / (self.ramp + self.num_updates))
@@ -37,7 +37,7 @@ class EMA:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the parameters are the average; afterwards they are what they were."""
+        """Set the parameters to the average inside the context, and restore them afterwards."""
         kept = [p.detach().clone() for p in self.parameters]
         self.write()
         try:
@@ -46,7 +46,7 @@ class EMA:
             self._write(kept)
 
     def write(self) -> None:
-        """Make the parameters the average."""
+        """Set the parameters to the average."""
         self._write(self.average)
 
     @torch.no_grad()

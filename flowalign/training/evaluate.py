@@ -1,4 +1,4 @@
-"""Held-out evaluation: every reward, by the deterministic sampler on fixed prompts and seeds."""
+"""Evaluate every reward on held-out prompts with fixed seeds, by the deterministic sampler."""
 
 import json
 from collections.abc import Mapping
@@ -25,21 +25,27 @@ GRID_COLUMNS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated: before the first step, after the last, and every `every` steps."""
+    """Configures the evaluation before the first step, after the last, and every `every` steps."""
 
     prompts: Mapping[str, str] = field(default_factory=dict)
-    """Name of a split to its prompts file."""
+    """Prompts file of each split, by the name of the split."""
     num_prompts: int = 512
-    """Samples in all, divided evenly over splits; prompts repeat with other seeds to fill up."""
+    """Number of samples, divided evenly over the splits; prompts repeat with other seeds to fill it
+    up."""
     num_steps: int = 40
+    """Denoising steps. Default: 40, as Flow-GRPO evaluates."""
     every: int = 0
+    """Steps of the loop between evaluations; 0 evaluates before the first step and after the last
+    only."""
     seed: int = 1234
+    """Seed of the initial noises, independent of the run's."""
     micro_batch: int = 64
+    """Samples per network call, decode and reward call."""
     grid: int = 24
-    """Samples in the grids."""
+    """Number of samples in the grid that is written with each evaluation."""
 
     def __post_init__(self) -> None:
-        """Refuse an evaluation of nothing."""
+        """Reject an evaluation of nothing."""
         if not self.prompts:
             raise ValueError(
                 "evaluation.prompts names no split; give at least one, or evaluation: null"
@@ -56,7 +62,11 @@ class Evaluation:
             )
 
     def items(self) -> list[tuple[str, str]]:
-        """(split, prompt) of every picture. Raises ValueError for a missing or empty file."""
+        """Return (split, prompt) of every sample.
+
+        Raises:
+            ValueError: A prompts file is missing or empty.
+        """
         share = self.num_prompts // len(self.prompts)
         texts = {split: read_prompts(path) for split, path in self.prompts.items()}
         return [(split, some[i % len(some)]) for split, some in texts.items() for i in range(share)]
@@ -64,17 +74,24 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores of all pictures or clips, and those of the grid."""
+    """Holds the metrics of an evaluation, and the samples of its grid."""
 
     metrics: dict[str, float]
+    """Mean of each reward dimension, per split and in all, and the diversity."""
     grid: Float[Tensor, "n F 3 H W"]
+    """Media of the grid; clips are reduced to the size that a page shows."""
     grid_prompts: list[str]
+    """Prompt of each sample of the grid."""
     fps: float | None = None
-    """Of clips, which are reduced to what a page shows; None for pictures, as they are."""
+    """Frames per second of clips; None for pictures, which keep their size."""
 
 
 def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
-    """Mean of each dimension, per split and in all, and the diversity of pictures of one prompt."""
+    """Sample, decode and score the held-out prompts of this process, and gather the results.
+
+    The metrics are the mean of each dimension, per split and in all, and the diversity of samples
+    of one prompt.
+    """
     items = cfg.items()
     mine = list(processes.share(range(len(items))))
     latents = generate(
@@ -108,9 +125,10 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
 
 
 def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
-    """Root-mean-square distance per latent element between pictures of one prompt, over all pairs.
+    """Return the root-mean-square distance per latent element between samples of one prompt.
 
-    NaN where no prompt has two pictures. It falls when a policy collapses onto few pictures.
+    It is averaged over all pairs, and NaN if no prompt has two samples. It falls when a policy
+    collapses onto few pictures.
     """
     flat, distances = latents.flatten(1).float(), []
     rows: dict[str, list[int]] = {}
@@ -122,9 +140,9 @@ def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
 
 
 def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
-    """Write `samples/step-NNNNNN.png` and note it in `samples/index.json`.
+    """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
 
-    Of clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
+    For clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
     """
     samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
@@ -154,6 +172,6 @@ def _means(
 
 
 def _spread_over_splits(items: list[tuple[str, str]], count: int) -> list[int]:
-    """Evenly spaced pictures, so that every split and kind of prompt shows."""
+    """Return evenly spaced indices, so that every split and kind of prompt shows."""
     count = min(count, len(items))
     return [round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)]

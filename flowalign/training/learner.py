@@ -1,4 +1,4 @@
-"""The learner: parameters, optimizer and averages, and the guards around an update."""
+"""Update the weights of a policy: parameters, optimizer, averages, and guards around an update."""
 
 import math
 from collections.abc import Iterator
@@ -15,34 +15,43 @@ from flowalign.types import Policy, VelocityField
 
 
 class TrainingFailure(RuntimeError):
-    """Training cannot go on, or a check found that it would be meaningless."""
+    """Signals that training cannot go on, or that a check found it to be meaningless."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW, its learning rate over time, and what is done with bad gradients."""
+    """Configures AdamW, its learning rate over time, and the treatment of bad gradients.
+
+    The defaults of learning rate, weight decay, betas, eps and max_grad_norm are those of
+    Flow-GRPO's code.
+    """
 
     learning_rate: float = 3e-4
+    """Largest learning rate, above 0."""
     weight_decay: float = 1e-4
+    """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
+    """Decays of AdamW's running means of the gradient and of its square."""
     eps: float = 1e-8
+    """Constant added to the denominator of AdamW."""
     warmup: int = 0
-    """Optimizer steps over which the rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly from 0; 0: none."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls to 0 at the end of the run."""
+    """Form in which the learning rate falls to 0 at the end of the run; constant: it does not."""
     max_grad_norm: float = 1.0
+    """Norm of the whole gradient, summed over ranks, above which it is scaled down."""
     max_skipped: int = 10
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def __post_init__(self) -> None:
-        """Reject what cannot train."""
+        """Reject settings that cannot train."""
         if not self.learning_rate > 0:
             raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0")
         if not self.max_grad_norm > 0:
             raise ValueError(f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be above 0")
 
     def rate(self, update: int, total: int) -> float:
-        """Learning rate of the update with this index, of `total`."""
+        """Return the learning rate of the update with this index, of `total`."""
         rise = min(1.0, (update + 1) / self.warmup) if self.warmup else 1.0
         left = max(0.0, 1 - update / max(total, 1))
         fall = {"constant": 1.0, "linear": left, "cosine": 0.5 - 0.5 * math.cos(math.pi * left)}
@@ -50,7 +59,7 @@ class Optimizer:
 
 
 class Learner:
-    """Updates the weights of a policy, and owns everything of it that a checkpoint restores."""
+    """Updates the weights of a policy, and owns what a checkpoint restores of it."""
 
     def __init__(
         self,
@@ -85,7 +94,7 @@ class Learner:
 
     @property
     def ema(self) -> EMA | None:
-        """The averaged weights that are evaluated and saved beside the live ones."""
+        """Return the average that is evaluated and saved beside the live weights, or None."""
         return self.averages.get("ema")
 
     def backward(self, loss: Tensor) -> None:
@@ -93,7 +102,7 @@ class Learner:
         self.scaler.scale(loss).backward()
 
     def step(self) -> dict[str, float]:
-        """Sum gradients over ranks, clip, update; or skip the update if one is not finite."""
+        """Sum gradients over ranks, clip them and update; skip the update if one is not finite."""
         self.processes.sum_gradients(self.parameters)
         rate = self.cfg.rate(self.num_updates, self.total_updates)
         for group in self.optimizer.param_groups:
@@ -127,5 +136,5 @@ class Learner:
             )
 
     def snapshot(self) -> Iterator[tuple[str, Tensor]]:
-        """A copy of every trained parameter, by name."""
+        """Copy every trained parameter, by name."""
         return ((name, p.detach().clone()) for name, p in self.named.items())

@@ -1,4 +1,4 @@
-"""The interface of a kind of training: a recipe, named in a run file, opens the loop of a run."""
+"""Define the interface of a kind of training: a recipe, which opens the loop of a run."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,18 +13,22 @@ from flowalign.types import ModelPlan, Policy
 Log = Callable[[str], None]
 """Shows a person one message."""
 Stage = Literal["always", "encoding", "sampling", "updating", "verifying", "main"]
-"""When memory of the device is taken; "main": never, it is main memory."""
+"""Stage of a run in which memory is taken. "always": throughout. "main": main memory, not the
+device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What a recipe is told of the run file that it stands in."""
+    """Holds what a recipe needs to know of the run file that it stands in."""
 
     policy: Policy
+    """Model that is trained."""
     rewards: Rewards
+    """Reward models with their weights."""
     num_steps: int
     """Steps of the loop in the whole run."""
     seed: int = 0
+    """Seed of every random draw of the run."""
     evaluates: bool = False
     """Whether the run evaluates at all."""
     evaluate_every: int = 0
@@ -35,33 +39,36 @@ class RunContext:
 
 @dataclass(frozen=True)
 class MemoryPart:
-    """The memory that one purpose takes on one process; a rough estimate."""
+    """Estimates the memory that one purpose takes on one process."""
 
     name: str
+    """Purpose, as the plan names it."""
     num_bytes: int
+    """Bytes at the peak."""
     stage: Stage = "always"
+    """Stage of the run in which the memory is taken."""
     savings: Mapping[str, int] = field(default_factory=dict)
-    """Settings of the run file, such as "recipe.micro_batch: 1", and the bytes each saves alone."""
+    """Bytes that each setting alone would save, by setting: "recipe.micro_batch: 1"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipePlan:
-    """What one step of a recipe does and takes, known before any weight is read."""
+    """Describes what one step of a recipe does and takes, known before any weight is read."""
 
     rows: Mapping[str, str]
     """Rows of the plan table."""
     parts: Sequence[MemoryPart] = ()
-    """What a step keeps in memory."""
+    """Parts of the memory that a step takes."""
     evaluations_per_example: int = 1
     """Network evaluations with gradient for one element of a micro-batch."""
     decode_batches: Mapping[str, int] = field(default_factory=dict)
-    """Settings that say how many samples are decoded at once, and their values."""
+    """Settings that bound how many samples are decoded at once, and their values."""
     weight_copies: int = 0
     """Copies of the trained weights that are kept beside optimizer and average."""
 
 
 class Loop(ABC):
-    """A started training. Evaluation, checkpoints and logs are the caller's."""
+    """Runs a started training. Evaluation, checkpoints and logs are the caller's."""
 
     @abstractmethod
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -69,7 +76,10 @@ class Loop(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Measure what belongs to this kind of training, beside the rewards of held-out prompts."""
+        """Return metrics that only this kind of training has.
+
+        The rewards of held-out prompts are measured elsewhere.
+        """
 
     @abstractmethod
     def draw(self) -> float:
@@ -77,15 +87,15 @@ class Loop(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must hold for this loop, as JSON values."""
+        """Return what a checkpoint must hold for this loop, as JSON values."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Put back what `state` gave. Called before `run`."""
+        """Restore the values of `state`. Called before `run`."""
 
 
 class Recipe(ABC):
-    """One kind of training, with all its settings: the component `recipe` of a run file."""
+    """Configures one kind of training: the component `recipe` of a run file."""
 
     micro_batch: int
     """Elements of one forward and backward pass."""
@@ -95,37 +105,44 @@ class Recipe(ABC):
     @property
     @abstractmethod
     def prompt_files(self) -> Sequence[str]:
-        """Files whose prompts are sampled for training."""
+        """Return the files whose prompts are sampled for training."""
 
     @property
     @abstractmethod
     def updates(self) -> int:
-        """Optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates of one step of the loop."""
 
     @property
     @abstractmethod
     def examples_per_step(self) -> int:
-        """Trajectories, pairs or samples of one step at most, over all processes."""
+        """Return the trajectories, pairs or samples of a step at most, over all processes."""
 
     @property
     @abstractmethod
     def sampler(self) -> tuple[int, int] | None:
-        """Denoising steps and samples per network call of training; None where none is sampled."""
+        """Return denoising steps and samples per network call of training.
+
+        None if this kind of training samples nothing.
+        """
 
     @abstractmethod
     def check(self, run: RunContext) -> None:
-        """Raise ValueError for what no run can use, before any weight is read."""
+        """Raise ValueError for settings that no run can use, before any weight is read."""
 
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
-        """What a step on `world` processes does and takes. ValueError where it cannot be done."""
+        """Return what a step on `world` processes does and takes.
+
+        Raises:
+            ValueError: That many processes, or this model, cannot run the recipe.
+        """
 
     @abstractmethod
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        """Get everything ready that the first step needs, with the weights loaded.
+        """Prepare everything that the first step needs, with the weights loaded.
 
         `folder` is the run directory.
 
         Raises:
-            ValueError: the data of this recipe cannot be trained on.
+            ValueError: The data of this recipe cannot be trained on.
         """

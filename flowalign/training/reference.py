@@ -1,4 +1,4 @@
-"""What a policy is compared with: itself before training, or with other weights."""
+"""Provide the velocity fields that a policy is compared with: itself before training, or others."""
 
 import copy
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from flowalign.types import Cond, Policy, VelocityField
 
 
 class AdapterOff(VelocityField):
-    """For LoRA: the same weights in memory, adapters switched off."""
+    """Uses the policy's own weights with LoRA adapters switched off: no copy in memory."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """The base model's dx / dsigma."""
+        """Return the base model's dx / dsigma."""
         with adapters_off(self.policy.denoiser):
             return self.policy.velocity(x, sigma, cond)
 
 
 class FrozenCopy(VelocityField):
-    """For full fine-tuning: a copy of the denoiser as it is now."""
+    """Copies the denoiser as it is now, for full fine-tuning."""
 
     def __init__(self, policy: Policy):
         self.policy = copy.copy(policy)
@@ -34,14 +34,15 @@ class FrozenCopy(VelocityField):
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """The copy's dx / dsigma."""
+        """Return the copy's dx / dsigma."""
         return self.policy.velocity(x, sigma, cond)
 
 
 class WeightOverride(VelocityField):
-    """The policy with other values of its trained parameters, which are put back at once.
+    """Evaluates the policy with other values of its trained parameters, and restores them at once.
 
-    Evaluate it before the policy: values written in place are no longer those of its graph.
+    Evaluate it before the policy: values written in place are no longer those of the policy's
+    autograd graph.
     """
 
     def __init__(self, policy: Policy, weights: EMA):
@@ -49,19 +50,23 @@ class WeightOverride(VelocityField):
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """dx / dsigma under the other values."""
+        """Return dx / dsigma under the other values."""
         with self.weights.applied():
             return self.policy.velocity(x, sigma, cond)
 
 
 def conditional(field: VelocityField) -> VelocityField:
-    """The same weights without classifier-free guidance, where there is any."""
+    """Return the same weights without classifier-free guidance, if there is any."""
     policy = field if isinstance(field, Policy) else _around(field).policy
     return field if policy.evaluations_per_velocity == 1 else unguided(field)
 
 
 def unguided(field: VelocityField) -> VelocityField:
-    """The same weights without classifier-free guidance. ValueError if there is none to drop."""
+    """Return the same weights without classifier-free guidance.
+
+    Raises:
+        ValueError: The policy samples without guidance.
+    """
     if isinstance(field, Policy):
         return _without_guidance(field)
     inner = copy.copy(_around(field))
@@ -86,13 +91,13 @@ def _without_guidance(policy: Policy) -> Policy:
 
 
 def reference_for(policy: Policy) -> VelocityField:
-    """Adapter off where there is one, else a frozen copy. Call it before the first update."""
+    """Return the model without its adapter, else a frozen copy. Call it before the first update."""
     return AdapterOff(policy) if _adapters(policy.denoiser) else FrozenCopy(policy)
 
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the base model of a peft-adapted module."""
+    """Run the base model of a peft-adapted module inside the context."""
     adapters = _adapters(module)
     for layer in adapters:
         layer.enable_adapters(False)

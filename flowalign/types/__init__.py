@@ -1,4 +1,4 @@
-"""The values that pass between stages and the interfaces of plug-ins; import them from here.
+"""Define the values that pass between stages and the interfaces of plug-ins; import them from here.
 
 Axes, used in every annotation of the package:
 
@@ -7,9 +7,9 @@ Axes, used in every annotation of the package:
     S  states of a trajectory, T = S - 1 transitions; transition k maps state k to state k + 1
     R  reward dimensions                  F  video frames, 1 for an image
 
-Time is the flow-matching sigma: sigma_0 = 1 is noise, sigma_T = 0 is data, and
-x_sigma = (1 - sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data.
-`k` is always an index and `sigma` always a time.
+Time is the flow-matching sigma: sigma_0 = 1 is noise, sigma_T = 0 is data, and x_sigma = (1 -
+sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k` is always an index
+and `sigma` always a time.
 """
 
 from flowalign.types.credit import CreditEstimator, StepCredit, ValueFunction

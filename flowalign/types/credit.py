@@ -1,4 +1,4 @@
-"""Step-level credit: its values, the method that assigns it, and the values that it asks for."""
+"""Define step-level credit, the methods that assign it, and the value function that they query."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -13,27 +13,30 @@ from flowalign.types.trajectory import Trajectory
 
 @dataclass(frozen=True)
 class StepCredit:
-    """What each transition earned, before any normalisation."""
+    """Holds the credit of each transition, before any normalisation."""
 
     value: Float[Tensor, "B T R"]
+    """Credit in units of the reward, or as advantages where `normalised`; NaN where a reward
+    failed."""
     group: Int[Tensor, "B T"]
-    """Transitions with equal ids are compared with each other."""
+    """Ids of the groups; transitions with equal ids are compared with each other."""
     mask: Bool[Tensor, "B T"]
     """True where a transition is trained."""
     normalised: bool = False
-    """The values are advantages already; the recipe says so too, by advantage_scale given."""
+    """True where the values are advantages already; the recipe then needs advantage_scale given."""
     marked: Bool[Tensor, "B T"] | None = None
-    """Transitions that the method singles out, such as turning points; for pictures only."""
+    """True where the method singles a transition out, such as a turning point; only charts use
+    it."""
 
 
 class ValueFunction(ABC):
-    """The one oracle of credit methods, and all that costs them anything."""
+    """Values intermediate states for credit methods, and is their only source of cost."""
 
     @abstractmethod
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Float[Tensor, "B K R"]:
-        """Rewards of states ks after finishing each by ODE; values([T]) is the outcome.
+        """Return the rewards of states ks, each completed by ODE; values([T]) is the outcome.
 
-        NaN where a reward failed. `how` None: as the recipe's `completion` says.
+        A reward that failed is NaN. `how` None: as the recipe's `completion` says.
         """
 
 

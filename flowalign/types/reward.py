@@ -1,4 +1,4 @@
-"""What reward models are given and return. Import these from `flowalign.types.policy`."""
+"""Define what reward models are given and return. Import these names from `flowalign.types`."""
 
 import hashlib
 import json
@@ -19,12 +19,13 @@ Need = Literal["prompt", "fps", "references", "groups"]
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """What a reward model is given: media of one shape, and what is known about each."""
+    """Holds media of one shape, and what is known about each: the input of a reward model."""
 
     media: Float[Tensor, "n F 3 H W"]
-    """RGB in [0, 1]; an image is a video of one frame. A reward of media that require a gradient
-    keeps it."""
+    """RGB in [0, 1]; an image is a video of one frame. Differentiable rewards pass the gradient of
+    media that require one."""
     prompts: Sequence[str]
+    """Prompt of each sample."""
     metadata: Sequence[Mapping[str, Any]] = ()
     """Further columns of the prompt's row, one mapping per sample, or empty."""
     fps: Sequence[float] = ()
@@ -32,13 +33,13 @@ class MediaBatch:
     references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
     """Source or reference images of each sample (editing, image to video), or empty."""
     groups: Sequence[int] = ()
-    """Samples with the same id are compared with each other by group-wise models, or empty."""
+    """Group ids, or empty; group-wise models compare samples with the same id."""
 
     def __len__(self) -> int:
         return len(self.media)
 
     def take(self, rows: Sequence[int]) -> "MediaBatch":
-        """The given samples, in that order; neighbours share the memory of this batch."""
+        """Return the given samples in that order; consecutive ones share this batch's memory."""
         return MediaBatch(
             _rows(self.media, rows),
             _pick(self.prompts, rows),
@@ -49,13 +50,13 @@ class MediaBatch:
         )
 
     def chunks(self, size: int) -> list["MediaBatch"]:
-        """The same samples in batches of at most `size`."""
+        """Return the same samples in batches of at most `size`."""
         starts = range(0, len(self), size)
         return [self.take(range(i, min(i + size, len(self)))) for i in starts]
 
     @staticmethod
     def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
-        """The samples of several batches, one after another."""
+        """Return the samples of several batches, one after another."""
         if len(batches) == 1:
             return batches[0]
         return MediaBatch(
@@ -70,33 +71,37 @@ class MediaBatch:
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """What a reward model declares about itself."""
+    """Declares what a reward model scores and needs."""
 
     name: str
+    """Name of the model, as errors and logs show it."""
     dims: tuple[str, ...]
-    """Names of the R columns, higher is better in each."""
+    """Names of the R columns; higher is better in each."""
     modality: Literal["image", "video", "any"]
-    """`image` takes one frame, `video` at least two, `any` both."""
+    """Media that are scored: `image` takes one frame, `video` at least two, `any` both."""
     scale: tuple[float, float]
     """Lowest and highest value that any dimension can take; infinite where unbounded."""
     licence: str
+    """Licence of the weights."""
     differentiable: bool = False
+    """Whether the scores have a gradient with respect to the media."""
     needs: tuple[Need, ...] = ()
-    """What every sample must bring besides its media."""
+    """Inputs that every sample must have besides its media."""
     normalisation: str = "none"
-    """What was done to the raw output, such as `z-score` or `divided by 26`."""
+    """How raw outputs were normalised, such as `z-score` or `divided by 26`."""
     version: str = ""
-    """What else decides the scores: weights, prompts, settings. Enters the fingerprint."""
+    """Everything else that decides the scores: weights, prompts, settings. Enters the
+    fingerprint."""
 
     def fingerprint(self) -> str:
-        """A hash of everything here: scores with different fingerprints are not comparable."""
+        """Return a hash of all fields; scores with different fingerprints are not comparable."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
 
     def screen(self, batch: MediaBatch) -> dict[int, str]:
-        """Samples that cannot be scored, with the reason. Every model calls this first.
+        """Return the samples that cannot be scored, with the reason. Every model calls this first.
 
         Raises:
-            ValueError: where the batch as a whole asks for something this model cannot do.
+            ValueError: The batch as a whole needs what this model cannot do.
         """
         if batch.media.requires_grad and not self.differentiable:
             raise ValueError(
@@ -124,16 +129,18 @@ class RewardSpec:
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """Scores of n samples. One that could not be computed is NaN, not valid, and has a reason."""
+    """Holds the scores of n samples; a score that failed is NaN, invalid, and has a reason."""
 
     values: Float[Tensor, "n R"]
+    """Scores; NaN where invalid."""
     valid: Bool[Tensor, "n R"]
+    """True where a score could be computed."""
     reasons: Mapping[int, str] = field(default_factory=dict)
-    """Sample index to why it failed; every sample with an invalid dimension has one."""
+    """Why a sample failed, by sample index; every sample with an invalid dimension has one."""
     uncertainty: Float[Tensor, "n R"] | None = None
-    """Standard deviation of each score, where the model gives one."""
+    """Standard deviation of each score; None where the model gives none."""
     extras: Sequence[Mapping[str, Any]] = ()
-    """What else the model said about each sample, such as a judge's text, or empty."""
+    """Further outputs of the model about each sample, such as a judge's text, or empty."""
 
     @staticmethod
     def build(
@@ -163,7 +170,7 @@ class RewardOutput:
 
     @staticmethod
     def concat(outputs: Sequence["RewardOutput"]) -> "RewardOutput":
-        """The samples of several outputs of one model, one after another, without extras."""
+        """Concatenate the samples of several outputs of one model, without extras."""
         reasons, start = {}, 0
         for output in outputs:
             reasons |= {start + i: why for i, why in output.reasons.items()}
@@ -175,7 +182,7 @@ class RewardOutput:
         )
 
     def slice(self, start: int, stop: int) -> "RewardOutput":
-        """Samples start to stop - 1."""
+        """Return samples start to stop - 1."""
         reasons = {i - start: why for i, why in self.reasons.items() if start <= i < stop}
         std = self.uncertainty
         return RewardOutput(
@@ -191,18 +198,19 @@ class RewardModel(ABC):
     """Scores media in [0, 1] against prompts. Implementations live in `reward_models/`."""
 
     spec: RewardSpec
+    """Declaration of dimensions, modality and needs."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """One row per sample, independent of the other samples in the batch.
+        """Score each sample, independently of the other samples in the batch.
 
-        Where the batch's media require a gradient, so do the values; a model without a gradient
-        path refuses such a batch.
+        If the media require a gradient, so do the values; a model without a gradient path refuses
+        such a batch.
         """
 
 
 def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
-    """These samples; not copied where they follow each other, for videos are large."""
+    """Return these samples; consecutive ones are not copied, because videos are large."""
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return media[rows[0] : rows[0] + len(rows)]
     return media[list(rows)]
@@ -213,42 +221,47 @@ def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
 
 
 class Loadable(ABC):
-    """What has to be fetched, read or reached before it works. Done once, before a run begins."""
+    """Marks components that have to be fetched, read or reached once before a run begins."""
 
     @abstractmethod
     def load(self) -> None:
-        """Get ready; a second call does nothing. Raises ValueError for what cannot be used."""
+        """Get ready; a second call does nothing. Raise ValueError for what cannot be used."""
 
 
 class Backbone(Loadable):
     """Turns media and prompts into features, for a trained head to rate."""
 
     network: nn.Module
-    """In main memory after `load`; its owner moves it. Parameters that require a gradient are an
-    adapter: they are trained and saved together with the head. The rest is frozen."""
+    """The network, in main memory after `load`; its owner moves it. Parameters that require a
+    gradient are an adapter, which is trained and saved together with the head. The rest is
+    frozen."""
     fingerprint: str
-    """Known after `load`: of the frozen weights and all settings. Equal ones, equal features."""
+    """Hash of the frozen weights and all settings, known after `load`; equal fingerprints mean
+    equal features."""
     reads_prompts: bool
+    """Whether the features depend on the prompts."""
     num_frames: int | None
-    """Of longer videos it looks at so many, evenly spaced; None: at all."""
+    """Frames that are read of longer videos, evenly spaced; None: all."""
 
     @abstractmethod
     def embed(self, batch: MediaBatch) -> Features:
-        """Features of every sample, independent of the others, where the network is."""
+        """Return the features of each sample, independent of others, on the network's device."""
 
 
 class HeadNetwork(nn.Module, ABC):
-    """A head's torch module: standardised `Features` in, `Ratings` out."""
+    """Maps standardised `Features` to `Ratings`; the torch module of a `Head`."""
 
     @abstractmethod
     def linear_layer(self) -> tuple[nn.Linear, Sequence[int]] | None:
-        """The layer linear in the joint features and the dimension that each row scores, if any:
-        what ridge regression can set."""
+        """Return the layer that ridge regression can set, with the dimension that each row scores.
+
+        That layer is linear in the joint features; None if there is none.
+        """
 
 
 class Head(ABC):
-    """What stands between features and scores; built once their sizes are known."""
+    """Builds the network between features and scores, once their sizes are known."""
 
     @abstractmethod
     def build(self, joint: int, prompt: int, dims: Sequence[str]) -> HeadNetwork:
-        """A fresh network, drawn from torch's random state. ValueError where it does not fit."""
+        """Build a network from torch's random state; raise ValueError where it does not fit."""

@@ -1,4 +1,4 @@
-"""Trajectories: what the old policy sampled, and which samples share which states."""
+"""Define trajectories: what the old policy sampled, and which samples share which states."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ Cond = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Which samples share which states, so that a shared state is computed and stored once.
+    """Says which samples share which states, so that a shared state is computed and stored once.
 
     Samples of a tree are one row until they split: state k of sample b was computed by sample
     `source_row[b, k]`, and samples with equal entries share that state and every earlier one.
@@ -24,26 +24,30 @@ class SharedRows:
     """
 
     source_row: Int[Tensor, "B S"]
+    """Index of the sample that computed state k of sample b."""
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         return len(self.source_row)
 
     def unique_rows(self, k: int) -> Int[Tensor, "n"]:
-        """Indices of the distinct rows of state k; samples that share a prefix share a row."""
+        """Return the indices of the distinct rows of state k.
+
+        Samples that share a prefix share a row.
+        """
         source = self.source_row[:, k]
         return (source == torch.arange(len(source))).nonzero().flatten()
 
     def row_index(self, k: int) -> Int[Tensor, "B"]:
-        """Where in `unique_rows(k)` each sample finds its state k."""
+        """Return the position of each sample's state k in `unique_rows(k)`."""
         return torch.searchsorted(self.unique_rows(k), self.source_row[:, k].contiguous())
 
     def select(self, x: Float[Tensor, "B *rest"], k: int) -> Float[Tensor, "n *rest"]:
-        """The distinct rows of state k, given one row per sample."""
+        """Return the distinct rows of state k, given one row per sample."""
         return x[self.unique_rows(k).to(x.device)]
 
     def expand(self, x: Float[Tensor, "n *rest"], k: int) -> Float[Tensor, "B *rest"]:
-        """One row per sample, given the distinct rows of state k."""
+        """Return one row per sample, given the distinct rows of state k."""
         return x[self.row_index(k).to(x.device)]
 
     def share(self, x: Float[Tensor, "B *rest"], k: int) -> Float[Tensor, "B *rest"]:
@@ -52,16 +56,16 @@ class SharedRows:
 
     @property
     def owned(self) -> Bool[Tensor, "B T"]:
-        """True where a sample made its transition itself, instead of sharing another's."""
+        """Return True where a sample made its transition itself, instead of sharing another's."""
         return self.source_row[:, 1:] == torch.arange(len(self.source_row))[:, None]
 
     def repeat(self, copies: int) -> "SharedRows":
-        """The same arrangement several times, one after another, sharing nothing."""
+        """Return the same arrangement several times, one after another, sharing nothing."""
         return SharedRows.concat([self] * copies)
 
     @staticmethod
     def concat(parts: Sequence["SharedRows"]) -> "SharedRows":
-        """The samples of several arrangements, one after another."""
+        """Return the samples of several arrangements, one after another."""
         starts = torch.tensor([0, *(len(part) for part in parts[:-1])]).cumsum(0).tolist()
         shifted = [part.source_row + start for part, start in zip(parts, starts, strict=True)]
         return SharedRows(torch.cat(shifted))
@@ -69,7 +73,7 @@ class SharedRows:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """B denoising trajectories that share one schedule, as sampled by the old policy."""
+    """Holds B denoising trajectories of one schedule, as sampled by the old policy."""
 
     logp: Float[Tensor, "B T"]
     """log pi_old(x_{k+1} | x_k), averaged over latent elements; 0 on deterministic steps."""
@@ -77,19 +81,21 @@ class Trajectory:
     """The kept states by index, one row per distinct state, in the dtype that logp was computed
     from. `state` and `unique_states` read them."""
     sigmas: Float[Tensor, "T+1"]
+    """Schedule that all samples share, decreasing to 0."""
     eta: Float[Tensor, "B T"]
-    """Noise level of each transition. 0 marks an ODE step, which carries no gradient."""
+    """Noise level of each transition; 0 marks an ODE step, which carries no gradient."""
     kernel: Kernel
-    """The transition family that drew the states; losses replay this one and no other."""
+    """Transition family that drew the states; losses replay this one and no other."""
     cond: Cond
-    """One row per prompt; sample b uses row b // group_size."""
+    """Text conditioning, one row per prompt; sample b uses row b // group_size."""
     prompts: Sequence[str]
-    """One per sample."""
+    """Prompt of each sample."""
     group_size: int
+    """G, samples per prompt."""
     rows: SharedRows
-    """Which samples share which states."""
+    """Arrangement that says which samples share which states."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
-    """Means of the old transitions by step, where a loss asked for them."""
+    """Means of the old transitions by step; empty unless a loss declares `needs_mean_old`."""
     finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(
         default_factory=dict
     )
@@ -98,35 +104,43 @@ class Trajectory:
 
     @property
     def num_steps(self) -> int:
-        """T, the number of transitions."""
+        """Return T, the number of transitions."""
         return self.logp.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """The device of the policy; states may be kept elsewhere."""
+        """Return the device of the policy; states may be kept elsewhere."""
         return self.logp.device
 
     def unique_states(self, k: int) -> Float[Tensor, "n *latent"]:
-        """State k in float32, one row per distinct state. ValueError where it was not kept."""
+        """Return state k in float32, one row per distinct state.
+
+        Raises:
+            ValueError: The rollout did not keep this state.
+        """
         return self._kept(k).to(self.device).float()
 
     def state(
         self, k: int, samples: Int[Tensor, "n"] | slice = slice(None)
     ) -> Float[Tensor, "n *latent"]:
-        """State k of the given samples in float32. ValueError where it was not kept."""
+        """Return state k of the given samples in float32.
+
+        Raises:
+            ValueError: The rollout did not keep this state.
+        """
         kept = self._kept(k)
         index = self.rows.row_index(k)[samples]
         return kept[index.to(kept.device)].to(self.device).float()
 
     def mean(self, k: int, samples: Int[Tensor, "n"]) -> Float[Tensor, "n *latent"] | None:
-        """Mean of transition k of the given samples, or None where no loss asked for means."""
+        """Return the mean of transition k of the given samples, or None if no loss needs means."""
         if k not in self.means:
             return None
         return self.means[k][samples.to(self.means[k].device)].to(self.device)
 
     @property
     def trained(self) -> Bool[Tensor, "B T"]:
-        """Stochastic transitions; one that samples share is True for a single one of them."""
+        """Return True for stochastic transitions; a shared one counts for a single sample only."""
         return self.rows.owned & (self.eta > 0).cpu()
 
     def _kept(self, k: int) -> Float[Tensor, "n *latent"]:

@@ -1,4 +1,4 @@
-"""Transitions of rollouts, and the interface of the losses that learn from them."""
+"""Define minibatches of rollout transitions, and the interface of losses that learn from them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,37 +16,46 @@ from flowalign.types.trajectory import Cond
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One transition k of n samples: everything a loss may look at."""
+    """Holds one transition k of n samples: everything a loss may read."""
 
     k: int
+    """Index of the transition."""
     x: Float[Tensor, "n *latent"]
+    """State x_k."""
     x_next: Float[Tensor, "n *latent"]
+    """State x_{k+1} that the old policy drew."""
     logp_old: Float[Tensor, "n"]
+    """log pi_old(x_{k+1} | x_k), averaged over latent elements."""
     advantage: Float[Tensor, "n"]
+    """Advantage of each transition."""
     weight: Float[Tensor, "n"]
-    """Multiplies the policy term of each transition; 0 takes it out."""
+    """Weight of each transition in the policy term; 0 takes it out."""
     sigmas: Float[Tensor, "S"]
+    """Schedule of the trajectories."""
     eta: Float[Tensor, "n"]
+    """Noise level of each transition."""
     kernel: Kernel
+    """Transition family that drew the states."""
     cond: Cond
+    """Text conditioning, one row per sample."""
     mean_old: Float[Tensor, "n *latent"] | None = None
-    """Mean of the transition under the policy that sampled it, for losses that declare the need."""
+    """Mean of the transition under the old policy, for losses that declare `needs_mean_old`."""
     chunk: Chunk | None = None
-    """The rest of each transition's chunk, for losses that declare chunks."""
+    """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
-        """mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
+        """Return mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
         assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
         return self.mean_old
 
     @property
     def dt(self) -> Float[Tensor, ""]:
-        """Length of the step, sigma_k - sigma_{k+1} > 0."""
+        """Return the length of the step, sigma_k - sigma_{k+1} > 0."""
         return self.sigmas[self.k] - self.sigmas[self.k + 1]
 
     def transition(self, field: "VelocityField") -> Gaussian:
-        """pi(. | x_k) under the given velocity field."""
+        """Return pi(. | x_k) under the given velocity field."""
         velocity = field.velocity(self.x.float(), self.sigmas[self.k], self.cond)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
 
@@ -57,30 +66,39 @@ class PolicyLoss(ABC):
     @property
     @abstractmethod
     def needs_reference(self) -> bool:
-        """Whether `loss` evaluates the reference: one more network evaluation per transition."""
+        """Return whether `loss` evaluates the reference.
+
+        That is one more network evaluation per transition.
+        """
 
     @property
     @abstractmethod
     def needs_mean_old(self) -> bool:
-        """Whether rollouts must keep the mean of each trained transition."""
+        """Return whether rollouts must keep the mean of each trained transition."""
 
     @property
     @abstractmethod
     def pairs(self) -> bool:
-        """Whether a minibatch holds pairs: winners, then as many losers."""
+        """Return whether a minibatch holds pairs: winners, then as many losers."""
 
     @property
     @abstractmethod
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
-        """Numbers of steps whose ratios are taken together, from the first on; see `GRPO`."""
+        """Return the lengths of runs of steps whose ratios are taken together; see `GRPO`.
+
+        Runs count from the first step on.
+        """
 
     @property
     @abstractmethod
     def clip(self) -> float:
-        """Largest change of the ratio that passes; the replay check compares drift with it."""
+        """Return the largest change of the ratio that passes.
+
+        The replay check compares the drift with it.
+        """
 
     @abstractmethod
     def loss(
         self, policy: VelocityField, reference: VelocityField, batch: Minibatch
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean loss over the minibatch, and detached scalars for the log."""
+        """Return the mean loss over the minibatch, and detached scalars for the log."""

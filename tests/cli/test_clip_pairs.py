@@ -19,12 +19,12 @@ from flowalign.curation.clip_pairs.run import ClipPairs, load
 from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
+from flowalign.runs.compose import compose
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
-METHOD = "flowalign.curation.clip_pairs."
-DENSE = {"class_path": METHOD + "dense_dpo.DensePairs", "init_args": {"seconds": 0.5}}
-LOCAL = {"class_path": METHOD + "local_dpo.LocalPairs"}
+DENSE = {"class_path": "flowalign.curation.DensePairs", "init_args": {"seconds": 0.5}}
+LOCAL = {"class_path": "flowalign.curation.LocalPairs"}
 REWARD = {
     "rewards": [{"class_path": "tests.fixtures.video_pixel.Warmth"}],
     "reward_weights": {"warm": 1.0, "green": 0.5},
@@ -131,7 +131,7 @@ def test_the_same_command_after_a_kill_makes_the_same_files(written, tmp_path, m
     assert costs[0] | {"seconds": 0} == costs[1] | {"seconds": 0}
 
 
-def test_a_folder_that_is_done_reads_no_weights_and_one_of_other_settings_is_refused(
+def test_a_finished_folder_reads_no_weights_and_refuses_other_settings(
     written, tmp_path, monkeypatch, capsys
 ):
     config = written(DENSE)
@@ -144,7 +144,7 @@ def test_a_folder_that_is_done_reads_no_weights_and_one_of_other_settings_is_ref
     assert "seed was '0', now '1'" in capsys.readouterr().err
 
 
-def test_shards_make_what_one_process_makes_and_the_last_one_writes_the_lists(written, tmp_path):
+def test_shards_make_what_one_process_makes_the_last_writes_the_lists(written, tmp_path):
     config, whole, parts = written(LOCAL), tmp_path / "whole", tmp_path / "parts"
     assert exit_code("clip-pairs", config, f"output_dir={whole}") == 0
     assert exit_code("clip-pairs", config, "--shard", "1/2", f"output_dir={parts}") == 0
@@ -154,7 +154,7 @@ def test_shards_make_what_one_process_makes_and_the_last_one_writes_the_lists(wr
     assert filecmp.cmpfiles(whole, parts, names, shallow=False) == (names, [], [])
 
 
-def test_a_process_that_ends_while_another_writes_the_lists_changes_nothing(
+def test_a_process_that_ends_while_another_writes_lists_changes_nothing(
     written, tmp_path, monkeypatch
 ):
     """The other finishes wholly before each rename of the first; every list is always whole."""
@@ -234,7 +234,7 @@ def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path
     assert "too few segments with a preference" in capsys.readouterr().out
 
 
-def test_a_clip_whose_prompt_the_policy_does_not_know_is_named_and_the_others_are_made(
+def test_a_prompt_that_the_policy_does_not_know_is_named_and_skipped(
     written, tmp_path, monkeypatch
 ):
     encode = VideoPixel.encode
@@ -254,7 +254,7 @@ def test_a_clip_whose_prompt_the_policy_does_not_know_is_named_and_the_others_ar
 
 
 @pytest.mark.parametrize("num_frames", [5, 9])
-def test_another_number_of_frames_than_the_policys_is_refused_before_weights(num_frames):
+def test_a_number_of_frames_that_is_not_the_policys_is_refused(num_frames):
     policy = VideoPixel()
     policy.num_frames = 7
     with pytest.raises(ValueError, match=rf"num_frames is {num_frames}; the policy makes 7 frames"):
@@ -317,11 +317,16 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
     """Summary and losses of two steps of a recipe on stored pairs."""
     content = {
         "policy": {"class_path": "tests.fixtures.video_pixel.VideoPixel"},
-        "data": {
-            "class_path": "flowalign.training.matching.stored.StoredDataset",
-            "init_args": {"path": str(path), "batch_size": 2, **data},
+        "recipe": {
+            "class_path": "flowalign.training.Matching",
+            "init_args": {
+                "data": {
+                    "class_path": "flowalign.training.matching.StoredDataset",
+                    "init_args": {"path": str(path), "batch_size": 2, **data},
+                },
+                "loss": {"class_path": f"flowalign.losses.{loss}"},
+            },
         },
-        "recipe": {"loss": {"class_path": f"flowalign.losses.matching.{loss}"}},
         "num_steps": 2,
         "ema": ema,
         "device": "cpu",
@@ -340,18 +345,18 @@ def trained(tmp_path: Path, loss: str, path: Path, ema=None, **data) -> tuple[di
 @pytest.mark.parametrize("ema", [None, {"decay": 0.5}])
 def test_the_end_names_the_weights_that_it_tells_of(written, tmp_path, capsys, ema):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
-    trained(tmp_path, "dense_dpo.DenseDPO", tmp_path / "out" / job.TRAIN, ema)
-    saved = tmp_path / "dense_dpo.DenseDPO" / "checkpoints" / "step-000002"
+    trained(tmp_path, "DenseDPO", tmp_path / "out" / job.TRAIN, ema)
+    saved = tmp_path / "DenseDPO" / "checkpoints" / "step-000002"
     averaged = f"; averaged, which the table is of: {saved / 'ema'}" if ema else ""
     assert f"weights: {saved}{averaged}\n" in capsys.readouterr().err
     assert (saved / "ema").exists() == bool(ema)
 
 
-def test_dense_dpo_trains_on_its_pairs_from_the_latents_and_starts_where_it_must(written, tmp_path):
+def test_dense_dpo_trains_on_latents_alone_and_starts_where_it_must(written, tmp_path):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     for file in (tmp_path / "out" / "clips").iterdir():
         file.unlink()  # for eyes, and for rewards that come later
-    summary, metrics = trained(tmp_path, "dense_dpo.DenseDPO", tmp_path / "out" / job.TRAIN)
+    summary, metrics = trained(tmp_path, "DenseDPO", tmp_path / "out" / job.TRAIN)
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
     assert metrics[1]["policy_loss"] != metrics[0]["policy_loss"]
@@ -361,14 +366,14 @@ def test_dense_dpo_trains_on_its_pairs_from_the_latents_and_starts_where_it_must
 def test_plain_dpo_trains_on_the_same_pairs_by_the_scores_of_whole_copies(written, tmp_path):
     assert exit_code("clip-pairs", written(DENSE, held_out=0.0)) == 0
     path = tmp_path / "out" / job.TRAIN
-    summary, metrics = trained(tmp_path, "dpo.DPO", path, dimensions=["overall"])
+    summary, metrics = trained(tmp_path, "DPO", path, dimensions=["overall"])
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
 
 
 def test_local_dpo_trains_on_its_pairs_with_errors_of_the_mask_emphasised(written, tmp_path):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
-    loss = "local_dpo.LocalDPO"
+    loss = "LocalDPO"
     summary, metrics = trained(tmp_path, loss, tmp_path / "out" / job.TRAIN)
     assert summary["status"] == "finished"
     # Twice log 2, and the winner's errors.
@@ -381,7 +386,7 @@ def test_latents_of_another_policy_are_refused_with_both_encoders(written, tmp_p
     for file in (tmp_path / "out" / "latents").iterdir():
         save_file(load_file(file), file, {"encoder": "of yesterday"})
     with pytest.raises(AssertionError):
-        trained(tmp_path, "dpo.DPO", tmp_path / "out" / job.TRAIN)
+        trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN)
     assert "is of of yesterday, the policy has video-pixel" in capsys.readouterr().err
 
 
@@ -419,7 +424,7 @@ def test_mpo_pairs_of_clips_are_those_that_dominate_in_every_dimension(tmp_path)
     found = pairs_of(scored(tmp_path, "dominance"))
     # 0 and 1, 0 and 4, 1 and 2, 2 and 4: each is better in one of the two.
     assert found == {("2", "0"), ("0", "3"), ("1", "3"), ("2", "3"), ("4", "3"), ("4", "1")}
-    summary, metrics = trained(tmp_path, "dpo.DPO", tmp_path / "pairs" / "train.jsonl")
+    summary, metrics = trained(tmp_path, "DPO", tmp_path / "pairs" / "train.jsonl")
     assert summary["status"] == "finished"
     assert metrics[0]["policy_loss"] == pytest.approx(log(2), abs=1e-5)
 
@@ -429,7 +434,7 @@ def test_gapo_weighs_pairs_of_clips_by_their_gap(tmp_path):
     assert len(found) == 10
     weighting = {"scores": {"total": 1.0}, "alpha": 2.0}
     path = tmp_path / "pairs" / "train.jsonl"
-    summary, metrics = trained(tmp_path, "dpo.DPO", path, weighting=weighting, batch_size=10)
+    summary, metrics = trained(tmp_path, "DPO", path, weighting=weighting, batch_size=10)
     assert summary["status"] == "finished"
     totals = {
         k: v
@@ -456,14 +461,14 @@ MADE = sorted(Path("configs/clip_pairs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", MADE, ids=[file.stem for file in MADE])
-def test_every_run_file_of_the_package_can_be_used_and_a_training_reads_what_it_writes(file):
+def test_a_training_of_the_package_reads_what_each_run_file_writes(file):
     cfg, _ = load(str(file))
     assert cfg.output_dir == f"runs/clip_pairs/{file.stem}"
     mine = yaml.safe_load(file.read_text())["policy"]["init_args"]["video"]
     readers = 0
     for training in (file.parents[1] / "preference").rglob("*.yaml"):
-        content = yaml.safe_load(training.read_text())
-        data = content["data"]["init_args"]
+        content = compose([str(training)]).values
+        data = content["recipe"]["init_args"]["data"]["init_args"]
         if data.get("path") == f"{cfg.output_dir}/{job.TRAIN}":
             readers += 1
             assert data["held_out"] == f"{cfg.output_dir}/{job.HELD_OUT}"
@@ -475,7 +480,7 @@ def test_every_run_file_of_the_package_can_be_used_and_a_training_reads_what_it_
 def test_a_training_with_a_cache_says_that_latents_were_there(written, tmp_path, capsys):
     assert exit_code("clip-pairs", written(LOCAL, held_out=0.0)) == 0
     cache = str(tmp_path / "cache")
-    trained(tmp_path, "dpo.DPO", tmp_path / "out" / job.TRAIN, cache=cache)
-    told = capsys.readouterr().out
+    trained(tmp_path, "DPO", tmp_path / "out" / job.TRAIN, cache=cache)
+    told = capsys.readouterr().err
     assert "0 latents: 0 encoded now, 0 known" in told
     assert "latents that the dataset holds: 10" in told

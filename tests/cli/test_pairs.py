@@ -123,7 +123,7 @@ def test_any_two_over_a_gap_and_only_the_widest(tmp_path):
     assert chosen(found) == [("02", "01"), ("02", "03"), ("11", "10")]
 
 
-def test_a_dominating_medium_is_worse_in_no_dimension_but_for_the_tolerance(tmp_path):
+def test_a_dominating_medium_is_worse_nowhere_beyond_the_tolerance(tmp_path):
     options = ("--rule", "dominance", "--weights", "beauty=1", "alignment=1")
     prompts = {"p": [(5.0, 0.5), (4.0, 0.25), (6.0, 0.375)], "q": [(1.0, 2.0), (2.0, 0.5)]}
     assert chosen(made(tmp_path, *options, prompts=prompts)) == [("00", "01"), ("02", "01")]

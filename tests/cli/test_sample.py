@@ -17,22 +17,35 @@ from flowalign.cli import score as score_command
 from flowalign.data.readers import open_dataset
 from flowalign.media.decode import decode
 from flowalign.media.media import Media
-from flowalign.runs import config
 from flowalign.sampling.rollout import generate
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.preference import painted
 
 RUN = """
 policy: {class_path: tests.cli.test_sample.Tinted}
 rewards: [{class_path: tests.fixtures.pixel.Redness}]
 reward_weights: {redness: 1.0}
-prompts: PROMPTS
 num_steps: 1
 seed: 3
 device: cpu
 recipe:
-  sampling: {num_steps: 4, samples_per_prompt: 2, micro_batch: 4}
+  class_path: flowalign.training.PolicyGradient
+  init_args:
+    prompts: PROMPTS
+    sampling: {num_steps: 4, samples_per_prompt: 2, micro_batch: 4}
+"""
+WITHOUT_SAMPLING = """
+policy: {class_path: tests.cli.test_sample.Tinted}
+num_steps: 1
+device: cpu
+recipe:
+  class_path: flowalign.training.Matching
+  init_args:
+    data:
+      class_path: flowalign.training.matching.StoredDataset
+      init_args: {path: PAIRS}
 """
 
 
@@ -273,7 +286,7 @@ def test_trained_weights_are_used(sample, tmp_path):
         sample("--out", tmp_path / "third", "--weights", tmp_path / "weights")
 
 
-def test_other_weights_of_the_same_name_are_refused_and_what_else_changes_is_not(sample, tmp_path):
+def test_only_other_weights_of_the_same_name_are_refused(sample, tmp_path):
     weights, out = tmp_path / "weights", tmp_path / "out"
     (weights / "state").mkdir(parents=True)
     Tinted().save_weights(str(weights))
@@ -327,11 +340,9 @@ def test_steps_and_batches_are_those_of_the_evaluation_where_there_is_one(sample
     assert json.loads((tmp_path / "out" / "sample.json").read_text())["num_steps"] == 7
 
 
-def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path, monkeypatch):
-    bare = type("Bare", (config.RunFile,), dict.fromkeys(config.RunFile.__abstractmethods__))
-    training = bare(policy=Tinted(), num_steps=1, device="cpu")
-    text = "policy: {class_path: tests.cli.test_sample.Tinted}"
-    monkeypatch.setattr(config, "load", lambda *_: (training, text))
+def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path):
+    pairs = painted(tmp_path, 2)
+    (tmp_path / "run.yaml").write_text(WITHOUT_SAMPLING.replace("PAIRS", pairs))
     with pytest.raises(ConfigError, match="does not say how many steps to take: give --num_steps"):
         sample("--out", tmp_path / "out")
     assert sample("--out", tmp_path / "out", "--num_steps", 2) == 0

@@ -11,7 +11,7 @@ from diffusers import StableDiffusion3Pipeline
 pytestmark = pytest.mark.slow
 
 
-def test_the_demo_leaves_everything_and_its_lora_loads_into_plain_diffusers(tmp_path):
+def test_the_demo_leaves_everything_and_its_lora_loads_into_diffusers(tmp_path):
     command = [sys.executable, "-m", "flowalign", "demo", "--steps", "2"]
     done = subprocess.run(
         command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False

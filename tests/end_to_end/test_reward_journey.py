@@ -28,7 +28,7 @@ def command(*words):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_preferences_become_a_reward_that_agrees_with_them_and_can_be_optimised(tmp_path):
+def test_preferences_become_a_reward_that_agrees_and_can_be_optimised(tmp_path):
     data, model = tmp_path / "preferences", tmp_path / "reward"
     command("assets/shapes/preferences.py", data, "--limit", "120", "--count", "3")
     train = ("-m", "flowalign", "reward", "train", "configs/reward/shapes_preference.yaml")

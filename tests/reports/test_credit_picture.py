@@ -257,8 +257,8 @@ def test_colours_are_symmetric_around_zero_and_numbers_readable():
     assert np.allclose(scale.colour(2.0)[2], 0.7, atol=0.01)  # blue
     assert scale.colour(-2.0)[0] > scale.colour(-2.0)[2]  # orange
     assert np.ptp(scale.colour(0.0)[:3]) < 0.02
-    assert [scale.told(n) for n in (None, 0.0, -0.001, 0.5)] == ["", "0.00", "0.00", "+0.50"]
-    assert Scale([[0.0042]]).told(-0.0042) == "-0.0042"
+    assert [scale.label(n) for n in (None, 0.0, -0.001, 0.5)] == ["", "0.00", "0.00", "+0.50"]
+    assert Scale([[0.0042]]).label(-0.0042) == "-0.0042"
     assert Scale([]).most == 1
 
 

@@ -1,17 +1,16 @@
 import pytest
 import torch
 
+from flowalign.data.prompts import Prompts
+from flowalign.rewards.composite import Rewards
 from flowalign.runs import bench
 from flowalign.runs.config import load
-from flowalign.utils.costs import Costs
-from flowalign.data.prompts import Prompts
-from tests.fixtures.training import credited
-from flowalign.training.policy_gradient.rollouts import rollout, completion_values
 from flowalign.training.policy_gradient.loop import update
-from flowalign.rewards.composite import Rewards
-from tests.fixtures.training import new_learner
+from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.utils.costs import Costs
+from tests.fixtures.training import credited, new_learner
 
-DENSE = "flowalign.credit.gain.Gain"
+DENSE = "flowalign.credit.Gain"
 
 
 @pytest.mark.parametrize(
@@ -27,10 +26,11 @@ def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
     learner, costs = new_learner(policy=run.policy), Costs()
     costs.count(run.policy.denoiser)
     rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
-    trajectory = rollout(run.recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
-    batch, _ = credited(run.recipe, learner, completion_values(run.recipe, learner, rewards, trajectory))
-    update(run.recipe, learner, batch, 0, 0)
+    recipe = run.recipe
+    trajectory = rollout(recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
+    batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
+    update(recipe, learner, batch, 0, 0)
     step = (costs.sampling_evaluations, costs.training_evaluations)
-    bench._bare(run, trajectory)
+    bench._bare(recipe, run.policy, trajectory)
     floor = (costs.sampling_evaluations - step[0], costs.training_evaluations - step[1])
     assert floor == step

@@ -269,7 +269,7 @@ def test_the_metric_is_the_mean_over_splits_not_over_pictures():
     assert held_out({"eval/a/strict": None}, "strict") != held_out({}, "strict")  # both are NaN
 
 
-def test_an_evaluation_repeated_after_a_kill_counts_once_and_a_null_not_at_all(
+def test_a_repeated_evaluation_counts_once_and_a_null_not_at_all(
     finished, tmp_path, nothing_runs
 ):
     folder = tmp_path / "out" / "plain" / "seed0"
@@ -299,7 +299,7 @@ def test_a_run_of_an_earlier_version_without_costs_is_named(finished, tmp_path, 
         compare(request(*finished, out=tmp_path / "out"), quiet)
 
 
-def test_a_folder_with_other_settings_is_refused_with_the_difference_and_a_way_out(
+def test_other_settings_are_refused_with_the_difference_and_a_way_out(
     finished, tmp_path, nothing_runs
 ):
     overrides = ["--optimizer.learning_rate", "0.5"]

@@ -3,19 +3,21 @@
 import pytest
 
 from flowalign.runs.config import load
-from flowalign.utils.errors import ConfigError
 from flowalign.runs.plan import plan
+from flowalign.utils.errors import ConfigError
 from pipelines.flux1 import LORA
 from tests.fixtures.run_files import CONFIGS as FOLDER
-from tests.fixtures.run_files import loaded
+from tests.fixtures.run_files import METHODS, MODELS, files_of, loaded
 
-CONFIGS = sorted(FOLDER.glob("*.yaml"))
-CREDIT = sorted((FOLDER / "credit").glob("*/*.yaml"))
-
-MODELS = ("shapes", "sd35_medium", "flux1_dev")
+CONFIGS = sorted([*FOLDER.glob("*.yaml"), *(FOLDER / "models").glob("*.yaml")])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def named(path):
+    """The file without what all paths have in common."""
+    return str(path.relative_to(FOLDER).with_suffix(""))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=named)
 def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
     _, text = loaded(path)
     again = tmp_path / "resolved.yaml"
@@ -23,14 +25,14 @@ def test_every_run_file_parses_and_resolves_to_itself(path, tmp_path):
     assert load(str(again))[1] == text
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("shapes")], ids=str)
+@pytest.mark.parametrize("path", [p for p in CONFIGS if p.stem.startswith("shapes")], ids=named)
 def test_run_files_of_the_embedded_model_can_be_planned(path):
     rows = plan(loaded(path)[0])
     assert rows["trainable parameters"].endswith("%)")
 
 
 def test_the_run_file_of_flux_can_be_planned_from_configurations_alone():
-    folder = "policy.init_args.path=assets/golden/I_flux1_pipeline"
+    folder = "policy.path=assets/golden/I_flux1_pipeline"
     rows = plan(load(str(FOLDER / "flux1_dev.yaml"), [folder])[0], world=8)
     assert rows["denoising steps"] == "6, of which 5 stochastic and trained [0, 1, 2, 3, 4]"
     assert rows["network evaluations per step"] == "6912 sampling + 5760 training"
@@ -66,30 +68,34 @@ def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
         plan(run, world=7)
 
 
-def credit_files():
+def pairs_of_model_and_method():
     """Those of FLUX.1 differ from those of Stable Diffusion 3.5 in sizes and policy: only in CI."""
-    for path in CREDIT:
-        model = path.parent.name
+    for model in MODELS:
         marks = [pytest.mark.slow] if model == "flux1_dev" else []
-        yield pytest.param(path, id=f"{model}-{path.stem}", marks=marks)
+        for method in METHODS:
+            yield pytest.param(model, method, id=f"{model}-{method}", marks=marks)
+    yield pytest.param("shapes", "flow_grpo_all_steps", id="shapes-flow_grpo_all_steps")
 
 
-@pytest.mark.parametrize("path", credit_files())
-def test_every_credit_method_has_a_run_file_that_can_be_used(path):
-    run, _ = loaded(path)
-    assert run.output_dir == f"runs/credit/{path.parent.name}/{path.stem}"
-    if path.parent.name == "shapes":
+@pytest.mark.parametrize(("model", "method"), pairs_of_model_and_method())
+def test_every_method_has_a_run_for_all_three_models_that_can_be_used(model, method):
+    files = files_of(model, method)
+    run, _ = loaded(*files)
+    here = f"credit/{model}/{method}" if len(files) == 1 else f"{model}-{method}"
+    assert run.output_dir == f"runs/{here}"
+    assert run.policy.__class__ is loaded(FOLDER / "models" / f"{model}.yaml")[0].policy.__class__
+    if model == "shapes":
         assert plan(run)["reward calls per step"]
 
 
-def test_every_method_has_run_files_for_all_three_models():
-    names = {model: {p.stem for p in CREDIT if p.parent.name == model} for model in MODELS}
-    assert names["shapes"] - names["sd35_medium"] == {"flow_grpo", "flow_grpo_all_steps"}
-    assert names["sd35_medium"] == names["flux1_dev"]
+def test_no_pair_of_a_model_and_a_method_is_of_unknown_ones():
+    pairs = [path.relative_to(FOLDER / "credit") for path in (FOLDER / "credit").rglob("*.yaml")]
+    known = {f"{m}/{method}.yaml" for m in MODELS for method in METHODS}
+    assert {str(pair) for pair in pairs} - known == {"shapes/flow_grpo_all_steps.yaml"}
 
 
 def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
-    runs = {p.stem: loaded(p)[0].recipe for p in CREDIT if p.parent.name == "sd35_medium"}
+    runs = {method: loaded(*files_of("sd35_medium", method))[0].recipe for method in METHODS}
     comb, tree = runs["tempflow_grpo"].sampling, runs["branch_grpo"].sampling
     assert (comb.branching.children, comb.seeds_per_prompt, comb.samples_per_prompt) == (6, 4, 216)
     assert runs["tempflow_grpo"].step_weight == "std"
@@ -105,28 +111,46 @@ def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["recipe.credit=flowalign.credit.branch.Branch"], r"set recipe\.sampling\.branching"),
-        (["recipe.credit=flowalign.credit.tree.LeafAdvantage", "recipe.advantage_scale=given"],
-         r"recipe\.sampling\.branching to flowalign\.sampling\.branching\.Tree"),
-        (["recipe.sampling.branching=flowalign.sampling.branching.Tree"],
-         r"has 8 leaves, .*12 samples(.|\n)*Set recipe\.sampling\.samples_per_prompt to 8"),
-        (["recipe.sampling.branching=flowalign.sampling.branching.Tree",
-          "recipe.sampling.branching.splits=[0,5]"], r"splits at \[5\], which the window"),
-        (["recipe.sampling.branching=flowalign.sampling.branching.Comb",
-          "recipe.sampling.branching.children=4", "recipe.credit=flowalign.credit.gain.Gain"],
-         r"these trajectories branch"),
-        (["recipe.credit=flowalign.credit.contrast.Contrast", "recipe.advantage_scale=given"],
-         r"set recipe\.sampling\.seeds_per_prompt to 1"),
-        (["recipe.credit=flowalign.credit.granular.Granular"], r"set it to given"),
+        (["recipe.credit=flowalign.credit.Branch"], r"set recipe\.sampling\.branching"),
+        (
+            ["recipe.credit=flowalign.credit.LeafAdvantage", "recipe.advantage_scale=given"],
+            r"recipe\.sampling\.branching to flowalign\.sampling\.(branching\.)?Tree",
+        ),
+        (
+            ["recipe.sampling.branching=flowalign.sampling.Tree"],
+            r"has 8 leaves, .*12 samples(.|\n)*Set recipe\.sampling\.samples_per_prompt to 8",
+        ),
+        (
+            [
+                "recipe.sampling.branching=flowalign.sampling.Tree",
+                "recipe.sampling.branching.splits=[0,5]",
+            ],
+            r"splits at \[5\], which the window",
+        ),
+        (
+            [
+                "recipe.sampling.branching=flowalign.sampling.Comb",
+                "recipe.sampling.branching.children=4",
+                "recipe.credit=flowalign.credit.Gain",
+            ],
+            r"these trajectories branch",
+        ),
+        (
+            ["recipe.credit=flowalign.credit.Contrast", "recipe.advantage_scale=given"],
+            r"set recipe\.sampling\.seeds_per_prompt to 1",
+        ),
+        (["recipe.credit=flowalign.credit.Granular"], r"set it to given"),
         (["recipe.advantage_scale=given"], r"Outcome gives no advantages: choose from group"),
-        (["recipe.algorithm=flowalign.losses.policy_gradient.step_dpo.StepDPO", "recipe.updates_per_step=17"],
-         r"updates_per_step is 17, but a loss of pairs divides a step by prompts"),
+        (
+            ["recipe.algorithm=flowalign.losses.StepDPO", "recipe.updates_per_step=17"],
+            r"updates_per_step is 17, but a loss of pairs divides a step by prompts",
+        ),
         (["recipe.sampling.seeds_per_prompt=5"], r"which seeds_per_prompt 5 does not divide"),
         (["recipe.sampling.eta=[0.5,0.6]"], r"has 2 levels for 8 steps"),
         (["recipe.sampling.merge=2.2"], r"merge"),
     ],
 )
-def test_needs_that_the_sampling_does_not_meet_are_refused_with_what_to_change(overrides, message):
+def test_needs_that_sampling_does_not_meet_are_refused_with_a_remedy(overrides, message):
     with pytest.raises(ConfigError, match=message) as caught:
         load(str(FOLDER / "shapes.yaml"), overrides)
     assert len(str(caught.value).splitlines()) <= 5

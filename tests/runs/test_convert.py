@@ -350,3 +350,9 @@ def test_what_cannot_be_converted_is_named(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=message):
         convert_path(run)
+
+
+def test_the_config_of_a_run_stands_for_the_whole_run(tmp_path):
+    run = old_run(tmp_path / "run", ONLINE, carried={}, multipliers=None)
+    assert len(convert_path(run / "config.yaml")) == 2 * 3 + 1
+    assert not is_old(read_mapping(str(run / "checkpoints/step-000040/config.yaml")))

@@ -5,19 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.sampling import frame_windows as clips
+from flowalign.credit import Branch, Gain
 from flowalign.runs import memory
-from flowalign.sampling.branching import Tree
-from flowalign.runs.config import load
-from flowalign.credit.branch import Branch
-from flowalign.credit.gain import Gain
-from flowalign.runs.memory import Part
+from flowalign.runs.config import Run, load
 from flowalign.runs.plan import plan
-from flowalign.sampling.rollout import Storage
+from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
+from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Saving
-from flowalign.sampling.sde_windows import Fixed
 from tests.fixtures.run_files import CONFIGS, loaded
-from tests.fixtures.training import new_recipe
+from tests.fixtures.training import as_recipe, new_recipe
 
 LATENT = 10_000_000
 """Elements of a latent: a video of 16 x 25 x 125 x 200."""
@@ -43,8 +39,19 @@ def shapes(**sampling):
     """Two prompts of four samples, six steps of which two are trained."""
     run, _ = loaded(CONFIGS / "shapes.yaml")
     cfg = {"num_steps": 6, "sde_window": Fixed(2, 4), "micro_batch": 3} | sampling
-    recipe = new_recipe(cfg, prompts_per_step=2, micro_batch=2)
+    settings = new_recipe(cfg, prompts_per_step=2, micro_batch=2)
+    recipe = as_recipe(settings, run.recipe.prompts)
     return replace(run, recipe=recipe, ema=None, evaluation=replace(run.evaluation, micro_batch=2))
+
+
+def step(run: Run, model: ModelPlan = MODEL, world: int = 1) -> RecipePlan:
+    """What the recipe says of a step, on one of so many processes."""
+    return run.recipe.plan(run.context(run.build_rewards()), model, world)
+
+
+def rollout(run: Run, world: int = 1) -> dict[str, MemoryPart]:
+    """What the rollouts of a step keep on one of so many processes."""
+    return by_name(step(run, world=world).parts)
 
 
 def by_name(parts):
@@ -53,7 +60,7 @@ def by_name(parts):
 
 def test_states_are_counted_as_a_rollout_keeps_them():
     """4 of 7 states of 8 samples at 40 MB, in float32."""
-    states = by_name(memory.rollout(shapes(), MODEL, 1, (2, 3)))["states"]
+    states = rollout(shapes())["states"]
     assert (states.num_bytes, states.stage) == (4 * 8 * 40_000_000, "always")
     assert states.savings == {
         "recipe.sampling.states.device: cpu": 1_280_000_000,
@@ -62,19 +69,19 @@ def test_states_are_counted_as_a_rollout_keeps_them():
 
 
 def test_a_process_keeps_the_states_of_its_own_prompts():
-    states = by_name(memory.rollout(shapes(), MODEL, 2, (2, 3)))["states"]
+    states = rollout(shapes(), world=2)["states"]
     assert states.num_bytes == 4 * 4 * 40_000_000
 
 
 def test_states_kept_in_main_memory_and_halves_are_counted_as_such():
     run = shapes(states=Storage(device="cpu", dtype="bfloat16"))
-    parts = memory.rollout(run, MODEL, 1, (2, 3))
-    states = by_name(parts)["states"]
+    parts = rollout(run)
+    states = parts["states"]
     assert (states.num_bytes, states.stage, states.savings) == (640_000_000, "main", {})
-    table = memory.rows(parts, None)
+    table = memory.rows([*parts.values()], None)
     assert "states" not in table["memory, about"]
     assert table["main memory, about"] == "640 MB per process: states 640 MB"
-    half = by_name(memory.rollout(shapes(states=Storage(dtype="bfloat16")), MODEL, 1, (2, 3)))
+    half = rollout(shapes(states=Storage(dtype="bfloat16")))
     assert half["states"].savings == {"recipe.sampling.states.device: cpu": 640_000_000}
 
 
@@ -82,7 +89,7 @@ def test_states_that_samples_share_are_counted_once():
     """A tree of 4 leaves, 1, 2, 4 and 4 states at the kept points, twice."""
     run = shapes(branching=Tree(splits=[2, 3]))
     run = replace(run, recipe=replace(run.recipe, credit=Branch()))
-    states = by_name(memory.rollout(run, MODEL, 1, (2, 3)))["states"]
+    states = rollout(run)["states"]
     assert states.num_bytes == 2 * (1 + 2 + 4 + 4) * 40_000_000
 
 
@@ -92,20 +99,18 @@ def gaining(**storage):
     return replace(run, recipe=replace(run.recipe, credit=Gain()))
 
 
-def test_what_is_completed_on_the_way_stays_in_float32_until_it_is_learned_from():
-    parts = by_name(memory.rollout(gaining(dtype="bfloat16"), MODEL, 1, (2, 3)))
+def test_what_is_completed_on_the_way_stays_in_float32_until_the_update():
+    parts = rollout(gaining(dtype="bfloat16"))
     kept, completing = parts["kept completions"], parts["completing"]
     assert (kept.num_bytes, kept.stage) == (2 * 8 * 40_000_000, "always")
     assert completing.num_bytes == 0, "they are counted already"
 
 
 @pytest.mark.parametrize(("at_once", "samples"), [(None, 8), (1, 4), (5, 8)])
-def test_completions_kept_in_main_memory_are_on_the_device_while_their_prompts_are_sampled(
-    at_once, samples
-):
+def test_offloaded_completions_are_on_the_device_while_they_are_sampled(at_once, samples):
     run = gaining(device="cpu")
     run = replace(run, recipe=replace(run.recipe, rollout_batch_prompts=at_once))
-    parts = by_name(memory.rollout(run, MODEL, 1, (2, 3)))
+    parts = rollout(run)
     kept, completing = parts["kept completions"], parts["completing"]
     assert (kept.num_bytes, kept.stage) == (2 * 8 * 40_000_000, "main")
     assert (completing.num_bytes, completing.stage) == (2 * samples * 40_000_000, "sampling")
@@ -120,12 +125,13 @@ def test_completions_kept_in_main_memory_are_on_the_device_while_their_prompts_a
         (4, None, 4, "recipe.sampling.micro_batch: 1"),
     ],
 )
-def test_decoding_takes_what_the_largest_micro_batch_of_rollout_and_evaluation_takes(
+def test_decoding_takes_the_larger_micro_batch_of_rollout_and_evaluation(
     sampling, evaluation, largest, lower
 ):
     run = shapes(micro_batch=sampling)
     held_out = replace(run.evaluation, micro_batch=evaluation) if evaluation else None
-    decoding = memory.decoding(replace(run, evaluation=held_out), MODEL)
+    run = replace(run, evaluation=held_out)
+    decoding = memory.decoding(run, MODEL, step(run).decode_batches)
     assert (decoding.num_bytes, decoding.stage) == (largest * 900_000_000, "sampling")
     assert decoding.savings == {
         "policy.memory.decode_frames: 1": largest * 700_000_000,
@@ -134,17 +140,18 @@ def test_decoding_takes_what_the_largest_micro_batch_of_rollout_and_evaluation_t
 
 
 def test_a_preference_run_decodes_what_it_evaluates():
-    files = [f"data.init_args.{name}={CONFIGS / 'shapes.yaml'}" for name in ("path", "held_out")]
+    files = [f"recipe.data.{name}={CONFIGS / 'shapes.yaml'}" for name in ("path", "held_out")]
     run, _ = load(str(CONFIGS / "preference" / "shapes_dpo.yaml"), files)
     some = replace(run, evaluation=replace(run.evaluation, micro_batch=7))
-    assert memory.decoding(some, MODEL).num_bytes == 7 * 900_000_000
-    none = replace(run, evaluation=None, data=replace(run.data, held_out=None))
-    assert memory.decoding(none, MODEL).num_bytes == 0
+    assert memory.decoding(some, MODEL, step(some).decode_batches).num_bytes == 7 * 900_000_000
+    data = replace(run.recipe.data, held_out=None)
+    none = replace(run, evaluation=None, recipe=replace(run.recipe, data=data))
+    assert memory.decoding(none, MODEL, step(none).decode_batches).num_bytes == 0
 
 
 def test_where_samples_are_decoded_one_after_another_one_is_counted():
     one = replace(MODEL, decodes_together=False)
-    decoding = memory.decoding(shapes(), one)
+    decoding = memory.decoding(shapes(), one, step(shapes(), one).decode_batches)
     assert decoding.num_bytes == 900_000_000
     assert decoding.savings == {"policy.memory.decode_frames: 1": 700_000_000}
 
@@ -153,7 +160,7 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
     """2 transitions, each evaluated with and without its prompt."""
     run = shapes()
     monkeypatch.setattr(run.policy, "evaluations_per_velocity", 2)
-    part = memory.update(run, MODEL)
+    part = memory.update(run, MODEL, step(run).evaluations_per_example)
     assert (part.num_bytes, part.stage) == (4 * 5_000_000_000, "updating")
     assert part.savings == {
         "policy.memory.gradient_checkpointing: true": 4 * 4_000_000_000,
@@ -161,9 +168,9 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
     }
 
 
-def test_the_network_is_counted_with_its_optimizer_and_once_more_while_it_is_verified():
+def test_the_network_is_counted_once_more_while_it_is_verified():
     """Adapters: gradient, two moments and the weights themselves in float32."""
-    parts = by_name(memory.network(shapes(), MODEL))
+    parts = by_name(memory.network(shapes(), MODEL, 0))
     assert parts["weights"].num_bytes == 4_000_000_000
     assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000
     assert parts["copies"].num_bytes == 0
@@ -174,12 +181,13 @@ def test_the_network_is_counted_with_its_optimizer_and_once_more_while_it_is_ver
 
 
 def test_of_several_networks_one_at_a_time_is_verified():
-    part = by_name(memory.network(shapes(), replace(MODEL, networks=2)))["saved weights"]
+    part = by_name(memory.network(shapes(), replace(MODEL, networks=2), 0))["saved weights"]
     assert part.num_bytes == 2_000_000_000
 
 
-def test_offloaded_encoders_wait_in_main_memory_and_come_while_prompts_are_encoded():
-    parts = memory.network(shapes(), replace(MODEL, text_bytes=1, offloaded_bytes=7_000_000_000))
+def test_offloaded_encoders_leave_main_memory_while_prompts_are_encoded():
+    offloaded = replace(MODEL, text_bytes=1, offloaded_bytes=7_000_000_000)
+    parts = memory.network(shapes(), offloaded, 0)
     stages = {part.stage: part.num_bytes for part in parts if part.num_bytes == 7_000_000_000}
     assert set(stages) == {"encoding", "main"}
     table = memory.rows(parts, None)
@@ -187,14 +195,19 @@ def test_offloaded_encoders_wait_in_main_memory_and_come_while_prompts_are_encod
     assert table["main memory, about"] == "7 GB per process: offloaded text encoders 7 GB"
 
 
-TURNS = [Part("weights", 70), Part("decoding", 20, "sampling"), Part("completions", 3, "sampling"),
-         Part("activations", 19, "updating"), Part("states", 1000, "main")]
+TURNS = [
+    MemoryPart("weights", 70),
+    MemoryPart("decoding", 20, "sampling"),
+    MemoryPart("completions", 3, "sampling"),
+    MemoryPart("activations", 19, "updating"),
+    MemoryPart("states", 1000, "main"),
+]
 
 
 def test_sampling_and_updating_take_turns_on_the_device():
     assert memory.peak(TURNS) == 70 + 23
-    assert memory.peak([*TURNS, Part("reference", 9, "updating")]) == 70 + 28
-    assert memory.peak([*TURNS, Part("saved weights", 31, "verifying")]) == 70 + 31
+    assert memory.peak([*TURNS, MemoryPart("reference", 9, "updating")]) == 70 + 28
+    assert memory.peak([*TURNS, MemoryPart("saved weights", 31, "verifying")]) == 70 + 31
 
 
 @pytest.mark.parametrize(
@@ -210,13 +223,13 @@ def test_a_cpu_has_no_memory_of_its_own():
     assert "memory of the device" not in memory.rows(TURNS, None)
 
 
-def test_a_large_part_is_listed_with_what_would_lower_it_and_a_small_one_is_not():
+def test_only_a_large_part_is_listed_with_what_would_lower_it():
     """Large is a gigabyte, and a tenth of the whole."""
     parts = [
-        Part("weights", 9_000_000_000, savings={"a: 1": 5}),
-        Part("states", 1_000_000_000, savings={"b: 1": 250_000_000, "c: 1": 0}),
-        Part("small", 999_999_999, savings={"d: 1": 5}),
-        Part("fixed", 3_000_000_000, "sampling"),
+        MemoryPart("weights", 9_000_000_000, savings={"a: 1": 5}),
+        MemoryPart("states", 1_000_000_000, savings={"b: 1": 250_000_000, "c: 1": 0}),
+        MemoryPart("small", 999_999_999, savings={"d: 1": 5}),
+        MemoryPart("fixed", 3_000_000_000, "sampling"),
     ]
     table = memory.rows(parts[:2], None)
     assert table["to lower weights"] == "a: 1 saves 5 B"
@@ -243,6 +256,6 @@ def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
     assert "to lower states" not in rows, "less than a tenth"
 
 
-def test_a_clip_for_pictures_is_refused_before_weights_are_read():
-    with pytest.raises(ValueError, match=r"sampling\.clip is about the frames of a video"):
-        plan(shapes(clip=clips.Fixed(0, 1)))
+def test_a_frame_window_for_pictures_is_refused_before_weights_are_read():
+    with pytest.raises(ValueError, match=r"sampling\.frame_window needs frames of a video"):
+        plan(shapes(frame_window=FixedFrames(0, 1)))

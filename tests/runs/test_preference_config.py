@@ -10,20 +10,29 @@ import yaml
 from PIL import Image
 
 from flowalign.cli import main as cli
-from flowalign.runs.config import PreferenceRun, Run, load
-from flowalign.utils.errors import ConfigError
+from flowalign.runs.compose import compose
+from flowalign.runs.config import load
 from flowalign.runs.plan import plan
+from flowalign.training import Matching
+from flowalign.utils.errors import ConfigError
 from tests.fixtures.preference import painted
+from tests.fixtures.run_files import CONFIGS
 
 DPO = "configs/preference/shapes/dpo.yaml"
-DATA, RECIPE = "data/init_args/", "recipe/"
-STORED = "flowalign.training.matching.stored.StoredDataset"
+RECIPE = "recipe/init_args/"
+DATA = RECIPE + "data/init_args/"
+MATCHING = "flowalign.training.matching."
+STORED = MATCHING + "StoredDataset"
 ROLLOUTS = {
-    "class_path": "flowalign.training.matching.rollouts.Rollouts",
-    "init_args": {"prompts": "assets/shapes/prompts/seen.txt", "prompts_per_step": 3,
-                  "samples_per_prompt": 5, "num_steps": 7},
+    "class_path": MATCHING + "Rollouts",
+    "init_args": {
+        "prompts": "assets/shapes/prompts/seen.txt",
+        "prompts_per_step": 3,
+        "samples_per_prompt": 5,
+        "num_steps": 7,
+    },
 }
-KTO = {"class_path": "flowalign.losses.matching.kto.KTO"}
+KTO = {"class_path": "flowalign.losses.KTO"}
 
 
 @pytest.fixture
@@ -33,8 +42,12 @@ def written(tmp_path):
 
     def write(changes: dict | None = None) -> str:
         content = yaml.safe_load(Path(DPO).read_text())
-        own = {DATA + "path": pairs, DATA + "held_out": shown, DATA + "cache": None,
-               "output_dir": str(tmp_path / "run")}
+        own = {
+            DATA + "path": pairs,
+            DATA + "held_out": shown,
+            DATA + "cache": None,
+            "output_dir": str(tmp_path / "run"),
+        }
         for path, value in (own | (changes or {})).items():
             *parents, last = path.split("/")
             place = content
@@ -65,11 +78,19 @@ def exit_code(*argv: str) -> int:
 # What is refused ----------------------------------------------------------------------------------
 
 
-def test_a_key_data_makes_it_a_run_of_preferences(written):
+def test_the_class_of_the_recipe_makes_it_a_run_of_preferences(written):
     run, text = load(written())
-    assert isinstance(run, PreferenceRun)
-    assert yaml.safe_load(text)["data"]["class_path"] == STORED
-    assert isinstance(load("configs/shapes.yaml")[0], Run)
+    assert isinstance(run.recipe, Matching)
+    data = yaml.safe_load(text)["recipe"]["init_args"]["data"]
+    assert data["class_path"] == STORED
+    assert not isinstance(load("configs/shapes.yaml")[0].recipe, Matching)
+
+
+def test_a_run_file_with_data_of_its_own_is_of_version_0_1(tmp_path):
+    file = tmp_path / "old.yaml"
+    file.write_text("{num_steps: 1, data: {class_path: flowalign.preference.stored.Stored}}")
+    message = f"{file} is a run file of flowalign 0.1; convert it once: flowalign convert {file}"
+    assert complaint(str(file)) == message
 
 
 def test_what_was_resolved_resolves_to_itself(written, tmp_path):
@@ -106,13 +127,13 @@ def test_a_misspelt_key_is_named_with_the_one_that_was_meant(written, path, word
 
 WRONG = {
     RECIPE + "space": ("nois", "recipe.space", "noise"),
-    RECIPE + "loss/class_path": ("flowalign.losses.matching.dpo.DPOO", "did you mean DPO"),
+    RECIPE + "loss/class_path": ("flowalign.losses.DPOO", "did you mean DPO"),
     RECIPE + "reference": ({"class_path": STORED}, STORED, "Reference"),
     RECIPE + "micro_batch": (0, "recipe.micro_batch is 0"),
     RECIPE + "kl": (-1.0, "recipe.kl is -1.0"),
     DATA + "kind": ("triples", "kind", "triples", "pairs"),
-    DATA + "batch_size": (0, "data.batch_size is 0"),
-    DATA + "flip": (2.0, "data.flip is 2.0"),
+    DATA + "batch_size": (0, "recipe.data.batch_size is 0"),
+    DATA + "flip": (2.0, "recipe.data.flip is 2.0"),
     DATA + "cache_dtype": ("fp8", "cache_dtype", "fp8", "bfloat16"),
     "reward_weights": ({"strickt": 1.0}, "strickt", "strict"),
 }
@@ -127,7 +148,7 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path
 
 def test_a_loss_of_pairs_is_refused_for_samples(written):
     message = complaint(written({DATA + "kind": "samples"}))
-    assert "recipe.loss DPO compares pairs, but data gives samples" in message
+    assert "recipe.loss DPO compares pairs, but recipe.data gives samples" in message
     assert "KTO, RWR or SFT" in message
 
 
@@ -141,7 +162,8 @@ def test_a_loss_that_compares_rows_needs_a_micro_batch_of_all_of_them(written):
 
 def with_rollouts(stored: str, **changes) -> str:
     """The run file with other data, of other keys."""
-    content = yaml.safe_load(Path(stored).read_text()) | {"data": ROLLOUTS} | changes
+    content = yaml.safe_load(Path(stored).read_text()) | changes
+    content["recipe"]["init_args"]["data"] = ROLLOUTS
     file = Path(stored).with_name("rollouts.yaml")
     file.write_text(yaml.safe_dump(content))
     return str(file)
@@ -152,26 +174,26 @@ def test_rollouts_without_rewards_are_refused(written):
         message = complaint(with_rollouts(written(), **wrong))
         assert "data of class Rollouts pairs samples by rewards" in message
     run, _ = load(with_rollouts(written(), reward_weights={"strict": 1.0}))
-    assert isinstance(run, PreferenceRun)
+    assert isinstance(run.recipe, Matching)
 
 
 def test_attributes_and_an_expert_come_together(written, tmp_path):
     expert = {"path": str(tmp_path)}
     for changes in ({DATA + "kind": "attributes"}, {RECIPE + "expert": expert}):
-        assert "data.kind attributes belong together" in complaint(written(changes))
+        assert "recipe.data.kind attributes belong together" in complaint(written(changes))
     load(written({DATA + "kind": "attributes", RECIPE + "expert": expert}))
 
 
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
     rewarded = {"reward_weights": {"strict": 1.0}}
-    for loss, part in (("dense_dpo.DenseDPO", "segments"), ("local_dpo.LocalDPO", "masks")):
-        changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.matching.{loss}"}}
+    for loss, part in (("DenseDPO", "segments"), ("LocalDPO", "masks")):
+        changes = {RECIPE + "loss": {"class_path": f"flowalign.losses.{loss}"}}
         message = complaint(with_rollouts(written(changes), **rewarded))
         assert f"needs {part}, which data of class Rollouts never has" in message
         load(written(changes))
         guarded = {
             RECIPE + "loss": {
-                "class_path": "flowalign.losses.matching.safeguard.Safeguard",
+                "class_path": "flowalign.losses.Safeguard",
                 "init_args": {"inner": changes[RECIPE + "loss"]},
             }
         }
@@ -180,43 +202,50 @@ def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):
 
 
 def test_held_out_pairs_that_nobody_evaluates_are_refused(written):
-    assert "data.held_out is read for evaluations, but evaluation is null" in complaint(
+    assert "recipe.data.held_out is read for evaluations, but evaluation is null" in complaint(
         written({"evaluation": None})
     )
     load(written({"evaluation": None, DATA + "held_out": None}))
 
 
 def test_a_reference_that_nobody_looks_at_is_refused(written):
-    average = {"class_path": "flowalign.training.matching.references.EMAReference"}
-    changes = {RECIPE + "loss": {"class_path": "flowalign.losses.matching.sft.SFT"},
-               DATA + "kind": "samples", RECIPE + "reference": average}
+    average = {"class_path": MATCHING + "EMAReference"}
+    changes = {
+        RECIPE + "loss": {"class_path": "flowalign.losses.SFT"},
+        DATA + "kind": "samples",
+        RECIPE + "reference": average,
+    }
     message = complaint(written(changes))
-    assert "recipe.reference Average is not looked at: SFT needs no reference" in message
+    assert "recipe.reference EMAReference is not looked at: SFT needs no reference" in message
     load(written(changes | {RECIPE + "kl": 0.5}))
     load(written({RECIPE + "reference": average}))
 
 
 def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written):
     message = complaint(written({DATA + "user_dropout": 0.25}))
-    assert "data.user_dropout is 0.25, but the policy SD3 is never told" in message
+    assert "recipe.data.user_dropout is 0.25, but the policy SD3 is never told" in message
 
 
 # What is planned ----------------------------------------------------------------------------------
 
 
 def test_the_plan_counts_pairs_and_both_networks_by_hand(written):
-    changes = {DATA + "batch_size": 10, RECIPE + "epochs_per_step": 3,
-               RECIPE + "updates_per_step": 2, "num_steps": 7}
+    changes = {
+        DATA + "batch_size": 10,
+        RECIPE + "epochs_per_step": 3,
+        RECIPE + "updates_per_step": 2,
+        "num_steps": 7,
+    }
     rows = plan(load(written(changes))[0])
-    assert rows["loss"] == "DPO, reference Base"
+    assert rows["loss"] == "DPO, reference FrozenBase"
     assert rows["pairs per step"] == "10"
     assert rows["matching evaluations per step"] == "60 training + 60 reference"
     assert rows["updates per step"].startswith("6, 42 in the whole run")
     assert "latents" in rows["memory, about"]
 
 
-def test_a_loss_without_reference_is_planned_without_and_a_kl_brings_it_back(written):
-    sft = {"class_path": "flowalign.losses.matching.sft.SFT"}
+def test_a_loss_without_reference_is_planned_so_until_a_kl_needs_one(written):
+    sft = {"class_path": "flowalign.losses.SFT"}
     changes = {RECIPE + "loss": sft, DATA + "kind": "samples", DATA + "batch_size": 10}
     rows = plan(load(written(changes))[0])
     assert (rows["loss"], rows["samples per step"]) == ("SFT, no reference", "10")
@@ -241,10 +270,10 @@ def test_fewer_pairs_than_processes_are_refused(written):
         plan(run, world=4)
 
 
-def test_check_prints_loss_reference_and_evaluations_without_reading_weights(written, capsys):
+def test_check_prints_loss_and_evaluations_without_reading_weights(written, capsys):
     assert exit_code("check", written({DATA + "batch_size": 64})) == 0
     printed = capsys.readouterr().out
-    assert "DPO, reference Base" in printed
+    assert "DPO, reference FrozenBase" in printed
     assert "128 training + 128 reference" in printed
     assert "trainable parameters" in printed
 
@@ -252,9 +281,15 @@ def test_check_prints_loss_reference_and_evaluations_without_reading_weights(wri
 # A run --------------------------------------------------------------------------------------------
 
 SMALL = {
-    "rewards": [], DATA + "batch_size": 4, DATA + "max_dropped_fraction": 0.0, "num_steps": 2,
-    "policy/init_args/lora": {"rank": 2, "alpha": 4}, "checkpoints": {"every": 2},
-    "evaluation/num_prompts": 4, "evaluation/num_steps": 1, "evaluation/grid": 4,
+    "rewards": [],
+    DATA + "batch_size": 4,
+    DATA + "max_dropped_fraction": 0.0,
+    "num_steps": 2,
+    "policy/init_args/lora": {"rank": 2, "alpha": 4},
+    "checkpoints": {"every": 2},
+    "evaluation/num_prompts": 4,
+    "evaluation/num_steps": 1,
+    "evaluation/grid": 4,
 }
 
 
@@ -265,10 +300,17 @@ def test_without_any_reward_a_run_trains_evaluates_reports_and_resumes(written, 
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["reward_calls"]) == ("finished", 2, 0)
     assert summary["before"]["pairs/implicit_accuracy"] == 0.5
-    assert set(summary["before"]) == set(summary["after"]) == {
-        "diversity", "pairs/implicit_accuracy", "pairs/accuracy_per_draw", "pairs/drift_chosen",
-        "pairs/drift_rejected",
-    }
+    assert (
+        set(summary["before"])
+        == set(summary["after"])
+        == {
+            "diversity",
+            "pairs/implicit_accuracy",
+            "pairs/accuracy_per_draw",
+            "pairs/drift_chosen",
+            "pairs/drift_rejected",
+        }
+    )
     # Two steps of four pairs: both media through both networks.
     assert summary["network_evaluations"] == 2 * 4 * 2 * 2
     assert Image.open(folder / "samples" / "step-000002.png").size == (4 * 34 + 2, 36)
@@ -294,20 +336,20 @@ def test_data_that_cannot_be_used_are_a_message_and_no_traceback(written, tmp_pa
 
 def test_bench_says_that_it_times_online_runs(written, capsys):
     assert exit_code("bench", written()) == 2
-    assert "trains on data; bench times the steps of online runs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "bench times the stages of flowalign.training.PolicyGradient" in told
+    assert "not of the recipe Matching" in told
 
 
-RUN_FILES = sorted(Path("configs/preference").rglob("*.yaml"))
+RUN_FILES = sorted((CONFIGS / "preference").rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("file", RUN_FILES, ids=[file.stem for file in RUN_FILES])
 def test_every_run_file_is_read_and_says_where_it_writes(file, tmp_path):
     """Their data are made by other commands or downloaded: any folder stands for them here."""
-    content = yaml.safe_load(file.read_text())
-    known = content["data"]["init_args"]
+    known = compose([str(file)]).values["recipe"]["init_args"]["data"]["init_args"]
     names = [name for name in ("path", "held_out") if name in known]
-    overrides = [f"data.init_args.{name}={tmp_path}" for name in names]
-    run, _ = load(str(file), overrides)
-    assert isinstance(run, PreferenceRun)
+    run, _ = load(str(file), [f"recipe.data.{name}={tmp_path}" for name in names])
+    assert isinstance(run.recipe, Matching)
     assert run.output_dir.startswith("runs/")
     assert run.recipe.updates == 1

@@ -18,7 +18,7 @@ from flowalign.media.decode import (
     num_frames_of,
 )
 from flowalign.media.media import Media
-from flowalign.media.orientation import Display
+from flowalign.media.orientation import Orientation
 
 _ORIENTATION = 0x0112
 """EXIF tag that says how a picture is turned."""
@@ -154,11 +154,11 @@ def _video(source: Path | io.BytesIO, name: str) -> Shape:
         raise ValueError("videos need av: pip install 'flowalign[video]'") from error
     try:
         with av.open(source if isinstance(source, io.BytesIO) else str(source), "r") as container:
-            stream, display = moving_pictures(container, name), Display(name)
+            stream, orientation = moving_pictures(container, name), Orientation(name)
             sides, count = None, 0
             for packet in container.demux(stream):
                 count += packet.size > 0
-                sides = sides or next(_sizes(packet, display), None)
+                sides = sides or next(_sizes(packet, orientation), None)
                 if sides and stream.frames:
                     break
             if not sides:
@@ -168,10 +168,10 @@ def _video(source: Path | io.BytesIO, name: str) -> Shape:
         raise MediaProblem(f"unreadable video: {name} ({error.strerror})") from error
 
 
-def _sizes(packet: Any, display: Display) -> Iterator[tuple[int, int]]:
+def _sizes(packet: Any, orientation: Orientation) -> Iterator[tuple[int, int]]:
     """Yield width and height, as shown, of the frames that a packet completes."""
     for frame in packet.decode():
-        height, width, _ = display.show(frame).shape
+        height, width, _ = orientation.show(frame).shape
         yield width, height
 
 

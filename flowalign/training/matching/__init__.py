@@ -1,4 +1,4 @@
-"""Matching training: losses of noised clean latents, on stored preferences or own rollouts."""
+"""Train by matching losses of noised clean latents, on stored preferences or own rollouts."""
 
 from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.references import (

@@ -19,7 +19,7 @@ def num_examples(examples: Examples) -> int:
 
 
 def take(examples: Examples, indices: Int[Tensor, "k"]) -> Examples:
-    """The pairs, or samples, with these indices."""
+    """Return the pairs, or samples, with these indices."""
     losers = [indices + num_examples(examples)] if examples.paired else []
     rows = torch.cat([indices, *losers])
 
@@ -42,7 +42,7 @@ def on(examples: Examples, device: torch.device) -> Examples:
 
 
 def _mapped(examples: Examples, change: Callable[[str, Tensor], Tensor]) -> Examples:
-    """Change every tensor, those within mappings too."""
+    """Change every tensor, including those within mappings."""
     changed = {}
     for f in fields(examples):
         value = getattr(examples, f.name)

@@ -1,4 +1,4 @@
-"""Checks of matching training that run by themselves, and a watch for likelihood displacement."""
+"""Check matching training automatically, and watch for likelihood displacement."""
 
 from collections.abc import Mapping
 
@@ -12,10 +12,10 @@ _DISPLACED = "displaced_in_a_row"
 
 
 class MatchingChecks:
-    """Checks of one run: before its first update, after two, and at every one.
+    """Checks one run before its first update, after two, and at every one.
 
     Raises:
-        ValueError: the recipe draws times beyond what the model was trained on.
+        ValueError: The recipe draws times beyond what the model was trained on.
     """
 
     def __init__(self, cfg: Settings, learner: Learner, loss_state: dict[str, float], log: Log):
@@ -24,7 +24,7 @@ class MatchingChecks:
         self.weights = WeightChecks(learner, cfg.on_failed_check, log)
 
     def before_update(self, metrics: Mapping[str, float]) -> None:
-        """Check, before the first update, that equal networks give the loss of equal networks."""
+        """Check, before the first update, that the loss is that of equal networks."""
         expected = self.cfg.loss.requirements.at_start
         if self.learner.num_updates or expected is None or not self.cfg.reference.equals_policy:
             return
@@ -40,11 +40,14 @@ class MatchingChecks:
             )
 
     def after_update(self) -> None:
-        """Check, after two updates, that weights moved and ranks agree."""
+        """Check, after the first two steps with an update, that weights moved and ranks agree."""
         self.weights.after_update()
 
     def watch(self, metrics: Mapping[str, float]) -> None:
-        """Report once that winners have long been matched worse than by the reference."""
+        """Log once when winners have been matched worse than by the reference for too many updates.
+
+        `displacement_patience` is that number of updates in a row.
+        """
         worse = metrics.get("drift_chosen", 0.0) > 0
         in_a_row = self.loss_state.get(_DISPLACED, 0.0) + 1 if worse else 0.0
         self.loss_state[_DISPLACED] = in_a_row
@@ -56,5 +59,5 @@ class MatchingChecks:
             )
 
     def metrics(self) -> dict[str, float]:
-        """Measurements since the last call."""
+        """Return the measurements since the last call."""
         return self.weights.metrics() | {_DISPLACED: self.loss_state.get(_DISPLACED, 0.0)}

@@ -1,4 +1,4 @@
-"""How often the policy agrees with pairs that it was never trained on."""
+"""Measure how often the policy agrees with held-out preference pairs."""
 
 import torch
 
@@ -15,7 +15,7 @@ from flowalign.training.matching.settings import Settings
 from flowalign.types import Examples, VelocityField
 
 DRAWS = 4
-"""Times and noises for each pair."""
+"""Number of times and noises drawn for each pair."""
 
 
 @torch.no_grad()
@@ -26,10 +26,11 @@ def held_out_metrics(
     seed: int,
     expert: VelocityField | None = None,
 ) -> dict[str, float]:
-    """Implicit accuracy and drift of errors on held-out pairs; the same noises every time.
+    """Return implicit accuracy and drift of errors on held-out pairs.
 
-    A pair counts as right where the policy, compared with the reference, matches the winner better
-    than the loser, on average over times, and half where alike. Empty where there are no pairs.
+    Times and noises are the same at every call. A pair counts as right if the policy, compared with
+    the reference, matches the winner better than the loser, on average over times, and half if
+    alike. Empty if there are no pairs.
     """
     processes, rows = learner.processes, torch.zeros(0, 3)
     count = num_examples(examples) if examples is not None and examples.paired else 0
@@ -43,10 +44,10 @@ def held_out_metrics(
             for d in range(DRAWS)
         ]
         rows = torch.stack(draws).mean(0)
-    everyone = processes.gather(rows)
-    if not len(everyone):
+    gathered = processes.gather(rows)
+    if not len(gathered):
         return {}
-    chosen, rejected, accurate = everyone.unbind(1)
+    chosen, rejected, accurate = gathered.unbind(1)
     return {
         "eval/pairs/implicit_accuracy": float(_in_order(chosen, rejected).mean()),
         "eval/pairs/accuracy_per_draw": float(accurate.mean()),
@@ -58,7 +59,7 @@ def held_out_metrics(
 def _drifts(
     cfg: Settings, learner: Learner, expert: VelocityField | None, noised: Noised
 ) -> torch.Tensor:
-    """[pairs, 3]: change of the winner's error, of the loser's, and which fell more."""
+    """Return [pairs, 3]: change of the winner's error, of the loser's, and which one fell more."""
     found = []
     for part in noised.parts(cfg.micro_batch):
         residuals = matching_residuals(cfg, learner.policy, learner.reference, part, expert)

@@ -1,4 +1,4 @@
-"""The matching loop.
+"""Run the matching loop.
 
     examples -> noise -> residuals -> loss -> update
 
@@ -38,7 +38,7 @@ _MARGIN_DECAY = 0.99
 
 
 class MatchingLoop(Loop):
-    """Batches of examples, noised and matched under the policy and its reference."""
+    """Noises batches of examples and matches them under the policy and its reference."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class MatchingLoop(Loop):
         self.expert, self.log = expert, log
         self.held_out = stream.held_out()
         self.loss_state: dict[str, float] = {}
-        """Numbers that the loss and the checks carry from update to update."""
+        """Numbers that the loss and the checks keep from update to update."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -77,7 +77,7 @@ class MatchingLoop(Loop):
 
     @override
     def evaluate(self) -> dict[str, float]:
-        """How often the policy agrees with held-out pairs, compared with the reference."""
+        """Return the agreement with held-out pairs, compared with the reference."""
         return held_out_metrics(self.cfg, self.learner, self.held_out, self.seed, self.expert)
 
     @override
@@ -93,7 +93,7 @@ class MatchingLoop(Loop):
         self.loss_state = dict(state["loss_state"])
 
     def _updates(self, batch: Batch, step: int, checks: MatchingChecks) -> dict[str, float]:
-        """Make the updates of one step; returns the metrics of the last."""
+        """Make the updates of one step, and return the metrics of the last."""
         cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
         examples = personal(learner.policy, on(batch.examples, learner.processes.device))
         stop = batch.first + num_examples(examples)
@@ -110,7 +110,10 @@ class MatchingLoop(Loop):
     def _update(
         self, parts: Iterable[Noised], total: int, checks: MatchingChecks
     ) -> dict[str, float]:
-        """Make one update from this rank's micro-batches of `total` examples; averages over all."""
+        """Make one update of `total` examples from this rank's micro-batches of them.
+
+        Returns metrics averaged over all ranks.
+        """
         learner, stats = self.learner, {}
         context = LossContext(self.loss_state.get(_MARGIN, 0.0), learner.processes.gather)
         for part in parts:
@@ -137,7 +140,7 @@ def micro_batch_loss(
     expert: VelocityField | None = None,
     context: LossContext = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of the recipe with its SFT and KL terms, and detached scalars for the log."""
+    """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
     reference = learner.reference if cfg.needs_reference else None
     residuals = matching_residuals(cfg, learner.policy, reference, part, expert)
     examples = part.examples if cfg.loss.requirements.paired else unpaired(part.examples)
@@ -153,7 +156,7 @@ def micro_batch_loss(
 
 
 def remember_margin(loss_state: dict[str, float], size: float) -> None:
-    """Update the running mean of margins, which begins with the first finite one."""
+    """Update the running mean of margins, which starts at the first finite one."""
     if not math.isfinite(size):
         return
     before = loss_state.get(_MARGIN)
@@ -163,7 +166,7 @@ def remember_margin(loss_state: dict[str, float], size: float) -> None:
 
 
 def _winners(error: Tensor, examples: Examples) -> Tensor:
-    """Mean error of winners; of samples, of the desirable ones, the others counting as 0."""
+    """Return the mean error of winners; for samples, undesirable ones count as 0."""
     if examples.paired:
         return error.chunk(2)[0].mean()
     return (error * examples.desirable).mean()

@@ -1,4 +1,4 @@
-"""Matching training: losses of noised clean latents, from stored data or the policy's rollouts."""
+"""Train by matching losses of noised clean latents, from stored data or the policy's rollouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from flowalign.types import ModelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Matching(Settings, Recipe):
-    """Train on pairs, labels or samples: the DPO family, KTO, fine-tuning."""
+    """Configures training on pairs, labels or samples: the DPO family, KTO, fine-tuning."""
 
     data: DataSource
-    """Where examples come from, by dotted path."""
+    """Source of the examples, by dotted path: `StoredDataset`, `Rollouts` or your own."""
     on_failed_reward: OnFailure = field(default="raise", init=False)
-    """Fixed: stored data need no reward, and rollouts have a setting of their own."""
+    """Fixed to raise: stored data need no reward, and rollouts have a setting of their own."""
 
     @property
     @override
@@ -88,7 +88,7 @@ class Matching(Settings, Recipe):
         return MatchingLoop(self, learner, stream, run.seed, expert, log)
 
     def _check_loss_and_data(self) -> None:
-        """Whether the loss can learn from such data. ValueError where it cannot."""
+        """Raise ValueError if the loss cannot learn from such data."""
         loss, requirements = type(self.loss).__name__, self.loss.requirements
         if requirements.paired and not self.data.paired:
             raise ValueError(
@@ -104,7 +104,7 @@ class Matching(Settings, Recipe):
             self.check_whole_batch(self.data.examples_per_step)
 
     def _check_references(self) -> None:
-        """Whether every reference that is named is evaluated. ValueError where one is not."""
+        """Raise ValueError if a reference is named that would not be evaluated."""
         if self.data.needs_expert != (self.expert is not None):
             raise ValueError(
                 "recipe.expert and recipe.data.kind attributes belong together: "

@@ -1,4 +1,4 @@
-"""What the policy is compared with: itself before training, an average, a snapshot, a teacher."""
+"""Choose the reference: the model before training, an average, a periodic copy, or a teacher."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -15,88 +15,91 @@ class Reference(ABC):
     @property
     @abstractmethod
     def equals_policy(self) -> bool:
-        """Whether policy and reference are equal before the first update."""
+        """Return whether policy and reference are equal before the first update."""
 
     @abstractmethod
     def build(self, learner: Learner) -> None:
-        """Make it the learner's reference. Called once, before any update or resumption."""
+        """Set the learner's reference. Called once, before any update or resumption."""
 
 
 @dataclass(frozen=True)
 class FrozenBase(Reference):
-    """The model before training: the adapter switched off, or a frozen copy without one."""
+    """Uses the model before training: the adapter switched off, or a frozen copy without one."""
 
     @property
     def equals_policy(self) -> bool:
-        """A fresh adapter adds nothing."""
+        """Return True: a fresh adapter adds nothing."""
         return True
 
     def build(self, learner: Learner) -> None:
-        """Nothing is to be done: it is what a learner begins with."""
+        """Keep the reference that a learner starts with."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EMAReference(Reference):
-    """An exponential moving average of the policy.
+    """Uses an exponential moving average of the policy.
 
     Source: Linear-DPO, arXiv:2605.21123, decays .95 to .995 once an update, after it.
     """
 
     decay: float = 0.99
+    """Decay of the average, in [0, 1), applied after each update."""
 
     def __post_init__(self) -> None:
-        """Refuse what averages nothing."""
+        """Reject a decay outside [0, 1)."""
         if not 0 <= self.decay < 1:
             raise ValueError(f"reference.decay is {self.decay}; it must be in [0, 1)")
 
     @property
     def equals_policy(self) -> bool:
-        """It starts as a copy."""
+        """Return True: the average starts as a copy."""
         return True
 
     def build(self, learner: Learner) -> None:
-        """Follow the parameters from now on."""
+        """Average the parameters from now on."""
         _follow(learner, EMA(learner.parameters, self.decay, ramp=1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeriodicCopy(Reference):
-    """A copy of the policy, taken anew every so many updates: iterative DPO."""
+    """Copies the policy every `every` updates: iterative DPO."""
 
     every: int = 40
+    """Number of updates between two copies."""
 
     def __post_init__(self) -> None:
-        """Refuse what is never taken."""
+        """Reject an `every` below 1."""
         if self.every < 1:
             raise ValueError(f"reference.every is {self.every}; it must be at least 1")
 
     @property
     def equals_policy(self) -> bool:
-        """It starts as a copy."""
+        """Return True: the reference starts as a copy."""
         return True
 
     def build(self, learner: Learner) -> None:
-        """An average that forgets everything at once."""
+        """Follow the parameters by an average with decay 0, which is a copy."""
         _follow(learner, EMA(learner.parameters, 0.0, self.every))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Teacher(Reference):
-    """Trained weights of the same form, from the folder of a checkpoint."""
+    """Uses trained weights of the same form, from the folder of a checkpoint."""
 
     path: str
+    """Folder of the checkpoint."""
 
     @property
     def equals_policy(self) -> bool:
-        """Other weights."""
+        """Return False: the weights are others."""
         return False
 
     def build(self, learner: Learner) -> None:
-        """Read them beside the policy's. ValueError for weights of another model."""
+        """Read the weights beside the policy's; raise ValueError for those of another model."""
         learner.reference = self.field(learner)
 
     def field(self, learner: Learner) -> VelocityField:
-        """The teacher. ValueError for weights of another model."""
+        """Return the teacher's velocity field; raise ValueError for weights of another model."""
         mine = EMA(learner.parameters, 0.0)
         learner.policy.load_weights(self.path)
         theirs = EMA(learner.parameters, 0.0)

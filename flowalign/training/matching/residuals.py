@@ -1,4 +1,4 @@
-"""From examples to matching errors: one noise and one time for a pair, two networks."""
+"""Turn examples into matching residuals: one noise and one time per pair, two networks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,24 +17,26 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True)
 class Noised:
-    """Examples with what they are noised by."""
+    """Holds examples with the noise and the times that they are noised by."""
 
     examples: Examples
+    """Clean latents and their labels."""
     noise: Float[Tensor, "m *latent"]
-    """One for each pair, or sample."""
+    """Noise of each pair, or sample."""
     sigma: Float[Tensor, "m"]
+    """Time of each pair, or sample."""
 
     def take(self, indices: Int[Tensor, "k"]) -> "Noised":
-        """Some pairs, or samples."""
+        """Return the pairs, or samples, with these indices."""
         return Noised(take(self.examples, indices), self.noise[indices], self.sigma[indices])
 
     def parts(self, size: int) -> Iterator["Noised"]:
-        """Consecutive parts of at most `size` pairs or samples."""
+        """Yield consecutive parts of at most `size` pairs or samples."""
         for indices in torch.arange(len(self.sigma)).split(size):
             yield self.take(indices)
 
     def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
-        """Noise and sigma of every row."""
+        """Return noise and sigma of every row; both rows of a pair have the pair's."""
         copies = 2 if self.examples.paired else 1
         return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
 
@@ -42,9 +44,9 @@ class Noised:
 def noise_for(
     cfg: Settings, policy: Policy, examples: Examples, first: int, key: tuple[int, ...]
 ) -> Noised:
-    """Draw noise and times; `first` is the place of the first pair among all processes'.
+    """Draw noise and times; `first` is the position of the first example among all processes'.
 
-    Draws belong to that place and to `key`, whoever makes them.
+    Draws depend on that position and on `key`, not on the process that makes them.
     """
     seed, *index = key
     shape, latents = examples.latents.shape[1:], examples.latents
@@ -59,7 +61,7 @@ def noise_for(
 
 
 def personal(policy: Policy, examples: Examples) -> Examples:
-    """With conditions that name the users, where the policy answers to them."""
+    """Add the users to the conditioning, if the policy is personalised."""
     if not (examples.users and isinstance(policy, Personal)):
         return examples
     return replace(examples, cond=policy.with_users(examples.cond, examples.users))
@@ -72,7 +74,10 @@ def matching_residuals(
     part: Noised,
     expert: VelocityField | None = None,
 ) -> Residuals:
-    """Residuals in the recipe's space; the policy's come last, for others may swap weights."""
+    """Return residuals in the recipe's space.
+
+    The policy's are computed last, because other networks may swap its weights.
+    """
     examples, (noise, sigma) = part.examples, part.rows()
     x = noised(examples.latents, noise, sigma)
     if not len(x):  # attention kernels refuse an empty batch
@@ -93,5 +98,5 @@ def matching_residuals(
 
 
 def divergence(residuals: Residuals) -> Float[Tensor, ""]:
-    """Mean square between the velocities of policy and reference, in the recipe's space."""
+    """Return the mean square between the policy's and the reference's velocities, in that space."""
     return (residuals.policy - residuals.required_reference).square().mean()

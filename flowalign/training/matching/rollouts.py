@@ -1,4 +1,4 @@
-"""Examples that the policy makes itself: online DPO. Sample, score, pair, learn, repeat."""
+"""Make examples from the policy's own samples (online DPO): sample, score, pair, learn, repeat."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
@@ -22,22 +22,25 @@ from flowalign.utils.seeds import generator
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts(DataSource):
-    """K samples per prompt by the deterministic sampler, paired by their weighted rewards."""
+    """Samples prompts by the deterministic sampler, and pairs the samples by weighted rewards."""
 
     prompts: str
-    """A prompts file, as for policy-gradient training."""
+    """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`."""
     prompts_per_step: int = 16
+    """Prompts of a step, over all processes."""
     samples_per_prompt: int = 8
+    """K, samples of a prompt among which pairs are chosen; at least 2."""
     num_steps: int = 10
     """Denoising steps of the sampler."""
     rule: Rule = field(default_factory=BestWorst)
+    """Rule that chooses the pairs among the samples of a prompt."""
     micro_batch: int = 64
     """Samples per network call, decode and reward call."""
     on_failed_reward: Literal["raise", "drop_sample"] = "raise"
-    """drop_sample: one without a score is not paired."""
+    """raise: a failed reward ends the run. drop_sample: a sample without a score is not paired."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers with which nothing can be compared."""
+        """Reject numbers with which nothing can be compared."""
         if self.samples_per_prompt < 2:
             raise ValueError(
                 f"recipe.data.samples_per_prompt is {self.samples_per_prompt}; "
@@ -67,7 +70,7 @@ class Rollouts(DataSource):
     @property
     @override
     def examples_per_step(self) -> int:
-        """The number of pairs where no two samples are equally good."""
+        """Return the number of pairs if no two samples are equally good."""
         return self.prompts_per_step * self.rule.most(self.samples_per_prompt)
 
     @property
@@ -77,7 +80,7 @@ class Rollouts(DataSource):
 
     @override
     def check(self, run: RunContext) -> None:
-        """Raise ValueError where nothing decides which sample is better."""
+        """Raise ValueError if no reward decides which sample is better."""
         read_prompts(self.prompts)
         if not run.rewards.weights.any():
             raise ValueError(
@@ -118,7 +121,7 @@ class Rollouts(DataSource):
 
 
 class RolloutStream(BatchStream):
-    """Samples of the policy as it is at each step."""
+    """Samples batches from the policy as it is at each step."""
 
     def __init__(
         self, cfg: Rollouts, policy: Policy, rewards: Rewards, seed: int, processes: Processes
@@ -129,13 +132,13 @@ class RolloutStream(BatchStream):
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Sample each batch when its step comes."""
+        """Sample each batch at its step."""
         for step in steps:
             yield self._batch(step)
 
     @override
     def held_out(self) -> Examples | None:
-        """There are none: pairs age with the policy that made them."""
+        """Return None: pairs age with the policy that made them."""
         return None
 
     def _batch(self, step: int) -> Batch:
@@ -162,7 +165,7 @@ class RolloutStream(BatchStream):
     def _sampled(
         self, step: int, prompts: Sequence[str], places: Sequence[int]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
-        """K samples of each prompt, and all their rewards."""
+        """Draw K samples of each prompt, and return them with all their rewards."""
         cfg, copies = self.cfg, range(self.cfg.samples_per_prompt)
         repeated = [prompt for prompt in prompts for _ in copies]
         seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]
@@ -187,7 +190,7 @@ class RolloutStream(BatchStream):
         prompts: Sequence[str],
         found: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]],
     ) -> Examples:
-        """Winners of all prompts, then their losers."""
+        """Return the winners of all prompts, then their losers."""
         starts = range(0, len(latents), self.cfg.samples_per_prompt)
         offset = zip(found, starts, strict=True)
         winners, losers = (
@@ -209,7 +212,7 @@ class RolloutStream(BatchStream):
     def _metrics(
         self, scores: Float[Tensor, "n R"], total: Float[Tensor, "n"], counts: Int[Tensor, "w"]
     ) -> dict[str, float]:
-        """Rewards of the samples of all processes."""
+        """Return statistics of the rewards of all processes' samples."""
         all_scores, totals = self.processes.gather(scores), self.processes.gather(total)
         usable = totals[totals.isfinite()]
         means = zip(self.rewards.dims, all_scores.nanmean(0).tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""The settings of matching training that the functions of its loop read."""
+"""Define the settings of matching training that its loop reads."""
 
 from dataclasses import dataclass, field
 
@@ -12,33 +12,39 @@ from flowalign.types import MatchingLoss
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What is matched, with what loss, against what reference."""
+    """Configures what is matched, with what loss, and against what reference."""
 
     loss: MatchingLoss = field(default_factory=DPO)
+    """Loss of the residuals, a class of `flowalign.losses`."""
     reference: Reference = field(default_factory=FrozenBase)
+    """Model that the policy is compared with; only losses that need one evaluate it, and `kl` above
+    0."""
     expert: Teacher | None = None
-    """Weights whose velocities data of kind attributes are matched to (target-DPO)."""
+    """Weights whose velocities data of kind attributes are matched to (target-DPO). Null: latents
+    are matched to noise - latents."""
     times: Times = field(default_factory=LogitNormal)
-    """Noise levels at which latents are matched; the two of a pair share time and noise."""
+    """Distribution of the noise levels; the two rows of a pair share time and noise."""
     space: Space = "velocity"
-    """In which squared errors are taken; noise is that of SD1.5 and SDXL."""
+    """Space in which squared errors are taken; `noise` is that of SD1.5 and SDXL."""
     sft: float = 0.0
-    """Weight of the mean error of winners (of samples, the desirable ones), added to the loss."""
+    """Weight of the mean error of winners (samples: the desirable ones), added to the loss; 0:
+    none."""
     kl: float = 0.0
-    """Weight of the mean square between the velocities of policy and reference."""
+    """Weight of the mean square between the velocities of policy and reference; 0: none."""
     updates_per_step: int = 1
-    """Into how many optimizer updates the examples of a step are divided."""
+    """Number of optimizer updates into which the examples of a step are divided."""
     epochs_per_step: int = 1
-    """How often the examples of a step are gone through."""
+    """Number of passes over the examples of a step."""
     micro_batch: int = 32
     """Pairs or samples per forward and backward pass; changes memory, not the update."""
     displacement_patience: int = 25
     """Updates in a row in which winners are matched worse than by the reference, after which the
-    run reports likelihood displacement. 0 never reports it."""
+    run reports likelihood displacement; 0 never reports it."""
     on_failed_check: OnFailure = "raise"
+    """raise: a failed check of the first updates stops the run. warn: it is logged."""
 
     def __post_init__(self) -> None:
-        """Reject what no run can use, before anything heavy is loaded."""
+        """Reject settings that no run can use, before anything heavy is loaded."""
         for name in ("updates_per_step", "epochs_per_step", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
@@ -48,16 +54,16 @@ class Settings:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates of one step of the loop."""
         return self.updates_per_step * self.epochs_per_step
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the reference is evaluated."""
+        """Return whether the reference is evaluated."""
         return self.loss.requirements.reference or self.kl > 0
 
     def check_whole_batch(self, num_examples: int) -> None:
-        """ValueError where a loss that compares all rows of a batch would see only a part."""
+        """Raise ValueError if a loss that compares all rows of a batch would see only a part."""
         if num_examples > self.micro_batch * self.updates_per_step:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "

@@ -1,4 +1,4 @@
-"""Where examples come from: a stored dataset, or the policy itself."""
+"""Define where examples come from: a stored dataset, or the policy itself."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -10,69 +10,73 @@ from flowalign.training.recipe import Log, RunContext
 from flowalign.types import Examples, Label, Policy
 
 NO_LABELS: Set[Label] = frozenset()
-"""What most losses require beside media and prompts."""
+"""Labels that most losses require beside media and prompts: none."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """This process's share of the examples of one step, on the CPU or where they were made."""
+    """Holds this process's share of the examples of a step, on the CPU or where they were made."""
 
     examples: Examples
+    """Pairs or samples of this process."""
     first: int
     """Position of this process's first pair or sample among those of all processes."""
     total: int
-    """Pairs or samples of all processes."""
+    """Number of pairs or samples of all processes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Measurements of the making of the batch, equal on all processes."""
+    """Measurements taken while the batch was made, equal on all processes."""
 
 
 class BatchStream(ABC):
-    """The batches of a started run."""
+    """Yields the batches of a started run."""
 
     @abstractmethod
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """One batch a step: a function of the seed, the step and, for rollouts, the policy."""
+        """Yield a batch per step: a function of seed, step and, for rollouts, the policy."""
 
     @abstractmethod
     def held_out(self) -> Examples | None:
-        """This process's share of the pairs that are never trained on, if there are any."""
+        """Return this process's share of the pairs that are never trained on, or None."""
 
 
 class DataSource(ABC):
-    """Examples, as a run file names them."""
+    """Configures where examples come from: the component `recipe.data` of a run file."""
 
     @property
     @abstractmethod
     def paired(self) -> bool:
-        """Whether it gives pairs; otherwise samples."""
+        """Return True for pairs, False for samples."""
 
     @property
     @abstractmethod
     def provides(self) -> Set[Label]:
-        """The labels that its examples may have; a loss that requires another one is refused."""
+        """Return the labels that the examples may have.
+
+        A loss that requires another one is refused.
+        """
 
     @property
     @abstractmethod
     def needs_expert(self) -> bool:
-        """Whether an expert has to say what samples are matched to."""
+        """Return whether the examples are matched to the velocities of an expert."""
 
     @property
     @abstractmethod
     def examples_per_step(self) -> int:
-        """Pairs or samples of a step at most, over all processes."""
+        """Return the pairs or samples of a step at most, over all processes."""
 
     @property
     @abstractmethod
     def prompt_files(self) -> list[str]:
-        """Files of prompts that are sampled."""
+        """Return the files of prompts that are sampled."""
 
     @abstractmethod
     def check(self, run: RunContext) -> None:
-        """Raise ValueError for what no run can use, before anything heavy is loaded."""
+        """Raise ValueError for settings that no run can use, before anything heavy is loaded."""
 
     @abstractmethod
     def plan(self, evaluations_per_velocity: int, num_rewards: int) -> dict[str, str]:
-        """Rows of the plan table about the examples of one step."""
+        """Return the rows of the plan table about the examples of one step."""
 
     @abstractmethod
     def open(
@@ -84,8 +88,8 @@ class DataSource(ABC):
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
     ) -> BatchStream:
-        """Read, encode, get ready; only samples that have the labels that a loss requires.
+        """Read, encode and prepare the examples that have the labels which the loss requires.
 
         Raises:
-            ValueError: these data cannot be trained on.
+            ValueError: These data cannot be trained on.
         """

@@ -1,4 +1,4 @@
-"""Examples of a dataset on disk, encoded once and kept."""
+"""Serve examples of a dataset on disk, encoded once and cached."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
@@ -33,17 +33,18 @@ _LONGEST_LINE = 300
 
 @dataclass(frozen=True, kw_only=True)
 class StoredDataset(DataSource):
-    """Pairs, or samples with labels, of any dataset that `flowalign score` reads, or of pairs."""
+    """Configures pairs or labelled samples of a file that `flowalign score` reads, or of pairs."""
 
     path: str
-    """A file, or a folder of parquet files."""
+    """Dataset: a file, or a folder of parquet files."""
     kind: Kind = "pairs"
-    """The kind of rows; "attributes" are media with texts `positive` and `negative`, which need a
-    recipe with an expert."""
+    """Kind of the rows: pairs, samples with binary labels, or attributes, which are media with
+    texts `positive` and `negative` and need a recipe with an expert."""
     held_out: str | None = None
-    """A file of pairs that are never trained on, on which the agreement of the policy is evaluated;
-    it holds pairs even where `kind` is samples."""
+    """File of pairs that are never trained on, on which the agreement of the policy is evaluated;
+    it holds pairs even where `kind` is samples. Null: none."""
     schema: str = "auto"
+    """Name of the reader of the dataset; auto: found from its columns."""
     root: str | None = None
     """Folder where relative paths begin. Null: beside the file."""
     dimensions: Sequence[str] = ()
@@ -51,30 +52,34 @@ class StoredDataset(DataSource):
     batch_size: int = 64
     """Pairs or samples of a step, over all processes."""
     cache: str | None = None
-    """Folder of latents and prompt embeddings, shared by runs. Null: memory."""
+    """Folder of latents and prompt embeddings, shared by runs. Null: they stay in memory."""
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the cached latents."""
     max_frames: int | None = None
-    """Frames of a video at most, evenly spaced whatever its rate. Null: the policy's own number of
-    frames at its rate, from the start."""
+    """Largest number of frames of a video, evenly spaced whatever its rate. Null: the policy's own
+    number of frames at its rate, from the start."""
     mixed_shapes: bool = False
     """Whether to use pairs whose media differ in size or frames: both are cropped."""
     flip: float = 0.0
-    """Probability that a pair is mirrored, both of its media; wrong where prompts say left."""
+    """Probability that both media of a pair are mirrored, in [0, 1]; wrong for prompts that say
+    left or right."""
     prompt_dropout: float = 0.0
-    """Probability that a pair is shown without its prompt; keeps guidance working."""
+    """Probability that a pair is shown without its prompt, in [0, 1]; keeps guidance working."""
     user_dropout: float = 0.0
-    """Probability that a policy that answers to users is not told whose judgement it is (PPD)."""
+    """Probability that a personalised policy sees a pair without its user, in [0, 1] (PPD)."""
     weighting: GapWeights | None = None
+    """Weights of pairs by the gap between their scores. Null: all weigh alike."""
     stage_steps: int = 0
-    """Steps of each stage of a curriculum: pairs of stage k join after k stages. 0: all at once."""
+    """Steps of each stage of a curriculum: pairs of stage k are used after k stages. 0: all at
+    once."""
     held_out_pairs: int = 256
-    """Held-out pairs that are evaluated at most."""
+    """Largest number of held-out pairs that are evaluated."""
     max_dropped_fraction: float = 0.05
     """Share of unusable pairs or samples above which the run ends before it begins. Rows that
     datasets hold by design, such as ties and repeated pairs, are reported and do not count."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that no batch can have."""
+        """Reject numbers that no batch can have."""
         for name in ("batch_size", "held_out_pairs"):
             if getattr(self, name) < 1:
                 raise ValueError(
@@ -97,7 +102,7 @@ class StoredDataset(DataSource):
     @property
     @override
     def paired(self) -> bool:
-        """False for samples only: a medium with attributes is compared with itself."""
+        """Return False for samples only: a medium with attributes is compared with itself."""
         return self.kind != "samples"
 
     @property
@@ -122,7 +127,7 @@ class StoredDataset(DataSource):
 
     @override
     def check(self, run: RunContext) -> None:
-        """Raise ValueError where a file does not exist, or an option would be ignored."""
+        """Raise ValueError if a file does not exist, or an option would be ignored."""
         if self.held_out and not run.evaluates:
             raise ValueError(
                 "recipe.data.held_out is read for evaluations, but evaluation is null: "
@@ -151,30 +156,30 @@ class StoredDataset(DataSource):
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
     ) -> "StoredStream":
-        """Read, validate and encode everything. ValueError if too many rows cannot be used."""
+        """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
         return StoredStream(self, policy, seed, processes, requires, log)
 
     def read(
         self, path: str, kind: Kind, requires: Set[Label], keep: Keep
     ) -> tuple[list[Example], DropReport]:
-        """The pairs or samples of a file, and what was dropped of it."""
+        """Read the pairs or samples of a file, and a report of what was dropped."""
         if kind == "samples":
             labelled = "labels" in requires
-            samples, tally = read_samples(
+            samples, dropped = read_samples(
                 path, self.schema, self.root, self.dimensions, labelled, keep
             )
-            return list(samples), tally
+            return list(samples), dropped
         if kind == "attributes":
-            pairs, tally = read_attributes(path, self.schema, self.root, keep)
-            return list(pairs), tally
-        pairs, tally = read_pairs(
+            pairs, dropped = read_attributes(path, self.schema, self.root, keep)
+            return list(pairs), dropped
+        pairs, dropped = read_pairs(
             path, self.schema, self.root, self.dimensions, self.mixed_shapes, keep
         )
-        return list(pairs), tally
+        return list(pairs), dropped
 
 
 class StoredStream(BatchStream):
-    """Batches of a dataset that has been read and encoded."""
+    """Serves batches of a dataset that has been read and encoded."""
 
     def __init__(
         self,
@@ -207,13 +212,13 @@ class StoredStream(BatchStream):
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
-        """Build batches ahead in one thread while the policy learns from the one before."""
+        """Build batches ahead in a thread, while the policy learns from the previous one."""
         for batch, waited in prefetched(self._batch, steps, _AHEAD):
             yield replace(batch, metrics={"timing/waited": waited})
 
     @override
     def held_out(self) -> Examples | None:
-        """Held-out pairs, without mirrors or dropout."""
+        """Return held-out pairs, without mirroring or dropout."""
         held_out = self.held_out_examples
         return self.held_out_collator.build(held_out) if held_out else None
 
@@ -241,7 +246,7 @@ class StoredStream(BatchStream):
         return Batch(batch, local[0], len(places))
 
     def _available_from(self, example: Example) -> int:
-        """The step from which a pair of a curriculum is used."""
+        """Return the step from which a pair of a curriculum is used."""
         return example.stage * self.cfg.stage_steps if isinstance(example, Pair) else 0
 
     def _encoded(self, path: str, kind: Kind, requires: Set[Label]) -> list[Example]:
@@ -258,7 +263,7 @@ class StoredStream(BatchStream):
         return kept
 
     def _cache_report(self) -> str:
-        """How much the cache has saved."""
+        """Return a sentence about how much the cache has saved."""
         found = {"latents": self.latents, "prompts": self.texts}
         now = {name: float(part.num_encoded) for name, part in found.items()}
         now["stored"] = float(self.latents.num_stored)
@@ -276,7 +281,7 @@ class StoredStream(BatchStream):
         return "; ".join(lines)
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:
-        """Log what was dropped. ValueError where it is too much."""
+        """Log what was dropped; raise ValueError if it is too much."""
         lines = [line[:_LONGEST_LINE] for line in dropped.lines()]
         total, unusable = dropped.total, dropped.unusable
         head = f"{total} of the {kept + total} {what} are left out, {unusable} of them unusable"

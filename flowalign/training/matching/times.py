@@ -1,4 +1,4 @@
-"""At which noise levels latents are matched. Sigma is 1 at noise and 0 at data, always."""
+"""Draw the noise levels at which latents are matched: sigma is 1 at noise and 0 at data."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -12,19 +12,19 @@ from typing_extensions import override
 from flowalign.types import Policy
 
 Schedule = Callable[[int], Float[Tensor, "S"]]
-"""Number of steps to the sigmas of a model's own sampler: that of a `Policy`, or of its plan."""
+"""Maps a number of steps to the sigmas of a model's own sampler, by a `Policy` or its plan."""
 _ROUNDING = 1e-5
 
 
 class Times(ABC):
-    """A distribution of sigma; rows of a pair share a draw."""
+    """Distributes sigma; the rows of a pair share a draw."""
 
     @abstractmethod
     def highest(self, schedule: Schedule) -> float:
-        """No draw is above it."""
+        """Return an upper bound of all draws."""
 
     def check(self, schedule: Schedule) -> None:
-        """Raise ValueError where draws may be noisier than anything the model was trained on."""
+        """Raise ValueError if draws may be noisier than anything that the model was trained on."""
         highest, trained = self.highest(schedule), float(schedule(1)[0])
         if highest > trained + _ROUNDING:
             raise ValueError(
@@ -35,75 +35,80 @@ class Times(ABC):
 
     @abstractmethod
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        """So many independent sigmas, on the CPU."""
+        """Draw `count` independent sigmas, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Uniform(Times):
-    """All levels from `low` to `high` alike."""
+    """Distributes sigma uniformly from `low` to `high`."""
 
     low: float = 0.0
+    """Smallest sigma, at least 0."""
     high: float = 1.0
+    """Largest sigma, at most 1."""
 
     def __post_init__(self) -> None:
-        """Refuse an empty range."""
+        """Reject an empty range."""
         if not 0 <= self.low < self.high <= 1:
             raise ValueError(f"times: low {self.low}, high {self.high}; need 0 <= low < high <= 1")
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        """As told."""
         return self.high
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        """Uniform numbers."""
         return self.low + (self.high - self.low) * torch.rand(count, generator=generator)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogitNormal(Times):
-    """sigmoid(mean + std * normal), then moved towards noise by the shift of SD3.
+    """Distributes sigma as sigmoid(mean + std * normal), moved towards noise by the shift of SD3.
 
     Source: SD3, arXiv:2403.03206; sigma -> shift * sigma / (1 + (shift - 1) * sigma). Flow-GRPO's
     DPO of SD3 draws a logit-normal quantile of a schedule with shift 3: this with shift 3.
     """
 
     mean: float = 0.0
+    """Mean of the normal; above 0 towards noise."""
     std: float = 1.0
+    """Standard deviation of the normal, above 0."""
     shift: float = 1.0
+    """Timestep shift of SD3, above 0; 1 is none."""
 
     def __post_init__(self) -> None:
-        """Refuse what is no distribution on (0, 1)."""
+        """Reject settings that give no distribution on (0, 1)."""
         if not (self.std > 0 and self.shift > 0):
             raise ValueError(f"times: std {self.std}, shift {self.shift}; both must be above 0")
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        """Any below 1 is drawn some day."""
+        """Return 1, below which any sigma has a positive density."""
         return 1.0
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        """Shifted logit-normal numbers."""
         sigma = (self.mean + self.std * torch.randn(count, generator=generator)).sigmoid()
         return self.shift * sigma / (1 + (self.shift - 1) * sigma)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerGrid(Times):
-    """The noise levels of the model's own schedule, from step `start` up to `stop`, all alike.
+    """Distributes sigma uniformly over steps `start` up to `stop` of the model's own schedule.
 
     With `num_steps` the number of levels it was trained on, 1000, this is the uniform integer
     timestep of Diffusion-DPO. The clean end is not among them.
     """
 
     num_steps: int = 1000
+    """Number of steps of the schedule."""
     start: int = 0
+    """Index of the first step."""
     stop: int | None = None
+    """Index after the last step. Null: num_steps."""
 
     def __post_init__(self) -> None:
-        """Refuse a range of no steps."""
+        """Reject a range without steps."""
         stop = self.num_steps if self.stop is None else self.stop
         if not 0 <= self.start < stop <= self.num_steps:
             raise ValueError(
@@ -113,11 +118,10 @@ class SamplerGrid(Times):
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        """The first of its levels."""
+        """Return the first of the levels."""
         return float(schedule(self.num_steps)[self.start])
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        """Levels of the schedule."""
         levels = policy.schedule(self.num_steps)[:-1][self.start : self.stop].cpu()
         return levels[torch.randint(len(levels), (count,), generator=generator)].float()

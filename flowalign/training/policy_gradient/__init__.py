@@ -1,4 +1,4 @@
-"""Policy-gradient training: rewards of rollouts, credited to denoising steps (the GRPO family)."""
+"""Train by policy gradients: rewards of rollouts, credited to denoising steps (the GRPO family)."""
 
 from flowalign.training.policy_gradient.recipe import PolicyGradient
 

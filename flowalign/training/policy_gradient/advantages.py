@@ -1,4 +1,4 @@
-"""From the values of rollouts to advantages: credit each step, compare over all ranks, batch."""
+"""Turn the values of rollouts into advantages: credit each step, compare over all ranks, batch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -22,19 +22,22 @@ from flowalign.types import StepCredit
 
 @dataclass(frozen=True)
 class StepResult:
-    """What this rank has sampled, valued and credited in one step, before it is learned from."""
+    """Holds what this rank sampled, valued and credited in one step, before the update."""
 
     batch: TrainBatch
+    """Transitions with their advantages."""
     credit: StepCredit
+    """Credit before it is compared."""
     values: CompletionValues
+    """Values of the states, and the trajectories they belong to."""
 
 
 class StepObserver(ABC):
-    """Looks at each step before its update."""
+    """Observes each step before its update."""
 
     @abstractmethod
     def __call__(self, step: int, result: StepResult) -> None:
-        """Take in a step; the time that it takes counts to the reward stage."""
+        """Observe a step; the time spent counts to the reward stage."""
 
     @abstractmethod
     def draw(self) -> float:
@@ -43,10 +46,10 @@ class StepObserver(ABC):
 
 @dataclass(frozen=True)
 class GatheredCredit:
-    """The credit of all ranks in rank order, and the rewards of their finished samples."""
+    """Holds the credit of all ranks in rank order, and the rewards of their finished samples."""
 
     credit: StepCredit
-    """Its mask leaves out transitions whose rewards failed."""
+    """Credit whose mask leaves out transitions whose rewards failed."""
     outcome: Float[Tensor, "n R"]
     """Rewards of finished samples; NaN where a reward failed."""
     trained: Bool[Tensor, "n T"]
@@ -54,11 +57,11 @@ class GatheredCredit:
     rank_offset: int
     """Position of this rank's first sample."""
     num_dropped: int
-    """Transitions that were to be trained and are not, because a reward failed."""
+    """Number of transitions that are not trained because a reward failed."""
 
 
 def compute_credit(cfg: Settings, values: CompletionValues) -> StepCredit:
-    """Credit the transitions of this rank, asking for the values that the method needs."""
+    """Credit the transitions of this rank, requesting the values that the method needs."""
     transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform)
     return cfg.credit(values.trajectory, transformed)
 
@@ -66,7 +69,7 @@ def compute_credit(cfg: Settings, values: CompletionValues) -> StepCredit:
 def gather_credit(
     cfg: Settings, processes: Processes, values: CompletionValues, credit: StepCredit
 ) -> GatheredCredit:
-    """The credit of all ranks. Groups never span ranks, so their ids only need to differ."""
+    """Gather the credit of all ranks. Groups never span ranks, so their ids only need to differ."""
     trajectory, rewards = values.trajectory, values.rewards
     usable = rewards.usable(credit.value.isfinite().flatten(0, 1)).view(credit.mask.shape)
     usable = drop_failed(usable, trajectory.group_size, cfg.on_failed_reward)
@@ -89,7 +92,7 @@ def gather_credit(
 def compute_advantages(
     cfg: Settings, credit: StepCredit, weights: Float[Tensor, "R"]
 ) -> Float[Tensor, "n T"]:
-    """Advantages of all transitions, each compared with its group, clipped."""
+    """Return the advantages of all transitions, each compared with its group, clipped."""
     return advantages(
         credit.value.nan_to_num(),
         credit.group,
@@ -108,7 +111,7 @@ def build_batch(
     gathered: GatheredCredit,
     advantage: Float[Tensor, "n T"],
 ) -> TrainBatch:
-    """This rank's transitions with their advantages, in pairs or chunks if the loss wants these."""
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them."""
     trajectory, start = values.trajectory, gathered.rank_offset
     local, eta = slice(start, start + len(trajectory.prompts)), trajectory.eta.amax(0)
     batch = TrainBatch(
@@ -125,7 +128,7 @@ def build_batch(
 def credit_metrics(
     rewards: Rewards, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
 ) -> dict[str, float]:
-    """Rewards, their spread in groups, and the size of advantages, over all ranks."""
+    """Return rewards, their spread in groups, and the size of advantages, over all ranks."""
     credit, outcome = gathered.credit, gathered.outcome
     usable = rewards.usable(outcome.isfinite())
     mean = dict(zip(rewards.dims, outcome.nanmean(0).tolist(), strict=True))
@@ -147,7 +150,7 @@ def credit_metrics(
 def constraint_metrics(
     cfg: Settings, rewards: Rewards, multipliers: Multipliers | None, gathered: GatheredCredit
 ) -> dict[str, float]:
-    """The share of transitions that others dominate, and the weights that thresholds move."""
+    """Return the share of dominated transitions, and the weights that thresholds change."""
     metrics = {}
     if cfg.pareto != "off":
         candidates = gathered.credit.mask.sum().clamp(min=1)

@@ -1,4 +1,4 @@
-"""The batch of a step and its minibatches: single transitions, or pairs of better and worse."""
+"""Cut the batch of a step into minibatches: single transitions, or pairs of better and worse."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,14 +17,18 @@ from flowalign.types import Minibatch, Trajectory
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The transitions that one step trains on this rank, and what it knows of the other ranks."""
+    """Holds the transitions that one step trains on this rank, with the masks of all ranks."""
 
     trajectory: Trajectory
+    """Trajectories of this rank."""
     advantage: Float[Tensor, "B T"]
+    """Advantage of each transition."""
     mask: Bool[Tensor, "B T"]
+    """True where a transition is trained."""
     weight: Float[Tensor, "T"]
+    """Weight of each denoising step in the loss."""
     global_mask: Bool[Tensor, "B_all T"]
-    """The masks of all ranks, in rank order."""
+    """Masks of all ranks, in rank order."""
     rank_offset: int
     """Position of this rank's first sample among those of all ranks."""
     rival: Int[Tensor, "B T"] | None = None
@@ -32,11 +36,11 @@ class TrainBatch:
     chunk: Int[Tensor, "T"] | None = None
     """For ratios of chunks: the chunk of each step."""
     others: Float[Tensor, "B T"] | None = None
-    """Log-ratios of the other transitions of a chunk together; None while no weight has moved."""
+    """Summed log-ratios of the other transitions of a chunk; None while no weight has moved."""
 
 
 def paired(batch: TrainBatch, processes: Processes) -> TrainBatch:
-    """Only the best and the worst of each set of alternatives are trained, against each other."""
+    """Train only the best and the worst of each set of alternatives, against each other."""
     chosen = batch.mask & _noisy(batch.trajectory)
     sample, step = chosen.nonzero().unbind(1)
     group = alternatives(batch.trajectory)[sample, step]
@@ -49,8 +53,10 @@ def paired(batch: TrainBatch, processes: Processes) -> TrainBatch:
 
 
 def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
-    """Transitions with equal ids may be paired: from one state where a step branches, else step k
-    of one prompt."""
+    """Return group ids of transitions; those with equal ids may be paired.
+
+    They leave one state if the step branches there, else they are step k of one prompt.
+    """
     family, step = siblings(trajectory), torch.arange(trajectory.num_steps)
     _, index, size = family[trajectory.trained].unique(return_inverse=True, return_counts=True)
     shared = step.expand_as(family)[trajectory.trained][size[index] > 1]
@@ -60,7 +66,7 @@ def alternatives(trajectory: Trajectory) -> Int[Tensor, "B T"]:
 def parts(
     batch: TrainBatch, num_parts: int, generator: torch.Generator
 ) -> Iterator[Int[Tensor, "n"]]:
-    """The samples of all ranks in random order, divided evenly; pairs keep prompts whole."""
+    """Yield the samples of all ranks in random order, divided evenly; pairs keep prompts whole."""
     unit = 1 if batch.rival is None else batch.trajectory.group_size
     order = torch.randperm(len(batch.global_mask) // unit, generator=generator)
     for part in order.tensor_split(num_parts):
@@ -68,9 +74,10 @@ def parts(
 
 
 def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
-    """Every trained transition of the given samples once, at most `size` of a step k at a time.
+    """Yield every trained transition of the given samples once, in minibatches of one step k.
 
-    Of pairs, the winners come first and then, in the same order, the losers; none is divided.
+    A minibatch has at most `size` transitions. For pairs, the winners come first and then, in the
+    same order, the losers; no pair is divided.
     """
     for k, chosen in portions(batch, rows, size):
         yield minibatch(batch, k, chosen)
@@ -79,7 +86,7 @@ def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterato
 def portions(
     batch: TrainBatch, rows: Int[Tensor, "n"], size: int
 ) -> Iterator[tuple[int, Int[Tensor, "m"]]]:
-    """Step and samples of each minibatch."""
+    """Yield step and samples of each minibatch."""
     if batch.rival is None:
         for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
             yield from ((k, chosen) for chosen in rows[batch.mask[rows, k]].split(size))
@@ -91,7 +98,7 @@ def portions(
 
 
 def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
-    """Transition k of the chosen samples."""
+    """Return transition k of the chosen samples."""
     trajectory = batch.trajectory
     on_device = chosen.to(trajectory.device)
     return Minibatch(
@@ -120,7 +127,10 @@ def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:
 
 
 def _noisy(trajectory: Trajectory) -> Bool[Tensor, "B T"]:
-    """Transitions with a density; some kernels have none at the last step, whatever eta."""
+    """Return True where transitions have a density.
+
+    Some kernels have none at the last step, whatever eta.
+    """
     std = [
         trajectory.kernel.coefficients(trajectory.sigmas, k, eta).std
         for k, eta in enumerate(trajectory.eta.unbind(1))

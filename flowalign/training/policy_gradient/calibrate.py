@@ -22,6 +22,7 @@ from flowalign.training.recipe import Log, RunContext
 from flowalign.utils.seeds import generator
 
 FILE = "calibration.json"
+"""File of the calibration in the run directory."""
 
 
 def calibrated(
@@ -33,7 +34,7 @@ def calibrated(
     folder: Path,
     log: Log,
 ) -> Settings:
-    """The settings with the noise levels that a calibration finds, or as they are without one.
+    """Return the settings with calibrated noise levels, or unchanged without a calibration.
 
     The levels are stored in the run directory; a run that resumes reads them there.
     """
@@ -60,7 +61,10 @@ def calibrated(
 
 
 def is_calibrating(folder: Path) -> bool:
-    """Whether a run directory holds a calibration and nothing after it: it goes on by itself."""
+    """Return whether a run directory holds a calibration and nothing after it.
+
+    Such a run continues without --resume.
+    """
     later = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("*"))
     return (folder / FILE).exists() and not later
 
@@ -68,7 +72,7 @@ def is_calibrating(folder: Path) -> bool:
 def _gains(
     cfg: Settings, num_samples: int, prompts: Prompts, learner: Learner, rewards: Rewards
 ) -> Gains:
-    """V_{k+1} - V_k of every stochastic step of fresh trajectories, each of another prompt."""
+    """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another prompt."""
     local = learner.processes.share(range(num_samples))
     plain = replace(cfg.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain())
 
@@ -112,7 +116,7 @@ def _local_gains(
 
 
 def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
-    """What the gains depend on besides the noise levels."""
+    """Return everything that the gains depend on besides the noise levels."""
     sampling, policy = cfg.sampling, run.policy
     return {
         "seed": run.seed,
@@ -129,6 +133,6 @@ def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
 def draws(
     prompts: Prompts, seed: int, iteration: int, num_samples: int
 ) -> tuple[list[str], list[torch.Generator]]:
-    """A fresh prompt and a fresh generator for each trajectory of an iteration."""
+    """Return a new prompt and a new generator for each trajectory of an iteration."""
     generators = [generator(seed, "calibration", iteration, j) for j in range(num_samples)]
     return prompts.batch(iteration, num_samples), generators

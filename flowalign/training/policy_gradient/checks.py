@@ -1,6 +1,6 @@
-"""Checks that run by themselves during the first steps and name what is wrong.
+"""Check the first steps of a run automatically, and name what is wrong.
 
-Each of them answers a bug that a released code base shipped: a rollout that the trainer cannot
+Each check answers a bug that a released code base shipped: a rollout that the trainer cannot
 reproduce, a KL term without gradient, adapters that never move, ranks that drift apart.
 """
 
@@ -18,7 +18,7 @@ from flowalign.types import Minibatch, PolicyLoss, VelocityField
 
 
 class PolicyGradientChecks:
-    """Checks of one run: before its first update, and after two that were not skipped."""
+    """Checks one run before its first update, and after two that were not skipped."""
 
     def __init__(self, algorithm: PolicyLoss, learner: Learner, on_failure: OnFailure, log: Log):
         self.algorithm, self.learner = algorithm, learner
@@ -56,7 +56,7 @@ class PolicyGradientChecks:
             self._kl_gradient(next(iter(batches), None))
 
     def metrics(self) -> dict[str, float]:
-        """Measurements since the last call."""
+        """Return the measurements since the last call."""
         return self.weights.metrics()
 
     def _kl_gradient(self, batch: Minibatch | None) -> None:
@@ -77,7 +77,7 @@ class PolicyGradientChecks:
 
 @torch.no_grad()
 def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
-    """Largest |ratio - 1| of each denoising step at the weights that sampled it."""
+    """Return the largest |ratio - 1| of each denoising step at the weights that sampled it."""
     drift: dict[int, Tensor] = {}
     for batch in batches:
         logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))

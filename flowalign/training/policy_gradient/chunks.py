@@ -1,4 +1,4 @@
-"""Chunks of a rollout: which steps belong together, and what each knows of the others."""
+"""Form chunks of a rollout: steps that belong together, and the log-ratios of the other steps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
 def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
-    """In pairs or in chunks, as the loss wants them."""
+    """Form pairs or chunks, if the loss uses them."""
     if algorithm.pairs:
         return paired(batch, processes)
     return batch if algorithm.chunks is None else chunked(batch, algorithm.chunks, processes)
@@ -26,7 +26,7 @@ def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Proces
 def chunked(
     batch: TrainBatch, chunks: Sequence[int] | Literal["latent_change"], processes: Processes
 ) -> TrainBatch:
-    """Joins trained transitions of a sample in chunks, which share the mean of their advantages.
+    """Join the trained transitions of a sample in chunks, which share the mean of their advantages.
 
     Weights grow so that the mean over transitions is one over chunks, each counting alike.
     """
@@ -48,13 +48,13 @@ def chunked(
 
 
 def _changes(trajectory: Trajectory) -> Float[Tensor, "B T"]:
-    """latent_change of every step, two states at a time."""
+    """Return latent_change of every step, holding two states at a time."""
     states = (trajectory.state(k) for k in range(trajectory.num_steps + 1))
     return torch.cat([latent_change(torch.stack(two, 1)) for two in pairwise(states)], 1)
 
 
 def check_chains(trajectory: Trajectory) -> None:
-    """ValueError where a chunk of one sample would hold transitions of another."""
+    """Raise ValueError if a chunk of one sample would hold transitions of another."""
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
         raise ValueError(
             "algorithm.chunk_sizes needs samples that are noisy at the same steps, each by itself: "
@@ -66,7 +66,7 @@ def check_chains(trajectory: Trajectory) -> None:
 def with_log_ratios(
     batch: TrainBatch, rows: Int[Tensor, "n"], policy: VelocityField, micro_batch: int
 ) -> TrainBatch:
-    """Tells each transition of the given samples how far the others of its chunk have moved."""
+    """Add, for each transition of the given samples, the log-ratios of the others of its chunk."""
     assert batch.chunk is not None, "the rollout was not chunked"
     log_ratio = torch.zeros(batch.mask.shape)
     for k, chosen in portions(batch, rows, micro_batch):

@@ -25,13 +25,16 @@ from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
 
 _LARGEST = 160
-"""Pixels; the longer side of a picture is reduced to this."""
+"""Longer side of a picture, in pixels, after it is reduced."""
 _QUARTERS = 4
-"""Frames shown of a clip."""
+"""Number of frames that are shown of a clip."""
 
 
 def worth_a_picture(credit: CreditEstimator, branching: Branching) -> bool:
-    """Not where every step of a sample earns its outcome: the samples show that already."""
+    """Return False if every step of a sample earns its outcome.
+
+    The samples show that already.
+    """
     return not (isinstance(credit, Outcome) and isinstance(branching, Chain))
 
 
@@ -69,7 +72,7 @@ class CreditRecorder(StepObserver):
 
 
 def record(step: int, method: CreditEstimator, result: StepResult) -> CreditRecord:
-    """Values, credit and advantages of the first prompt's samples."""
+    """Return values, credit and advantages of the first prompt's samples."""
     trajectory, values, credit = result.batch.trajectory, result.values, result.credit
     size = trajectory.group_size
     rewards, requests = values.rewards, shown_states(values)
@@ -101,9 +104,9 @@ def record(step: int, method: CreditEstimator, result: StepResult) -> CreditReco
 
 
 def shown(result: StepResult) -> dict[int, list[np.ndarray]]:
-    """By state, small pictures of what the ODE makes of it, for the first samples of the prompt.
+    """Return small pictures of the completed states, by state, for the first samples of the prompt.
 
-    Of samples that branch, the finished pictures alone, but of all of them.
+    If samples branch, these are only the finished pictures, but of all samples.
     """
     trajectory, values = result.batch.trajectory, result.values
     end = trajectory.num_steps
@@ -119,7 +122,10 @@ def shown(result: StepResult) -> dict[int, list[np.ndarray]]:
 
 
 def shown_states(values: CompletionValues) -> list[CompletionRequest]:
-    """The valued states, in order; of several completions of one the recipe's, else the first."""
+    """Return the valued states in order, with one completion each.
+
+    If a state has several completions, the recipe's is chosen, else the first.
+    """
     chosen: dict[int, CompletionRequest] = {}
     for request in sorted(values.known, key=lambda known: (known[0], known[1] != values.how)):
         chosen.setdefault(request[0], request)
@@ -127,13 +133,13 @@ def shown_states(values: CompletionValues) -> list[CompletionRequest]:
 
 
 def branches(trajectory: Trajectory) -> bool:
-    """Whether samples share noisy steps, or are noisy in different ones."""
+    """Return whether samples share noisy steps, or are noisy in different ones."""
     noisy = (trajectory.eta > 0).cpu()
     return bool((trajectory.trained != noisy).any() or (noisy != noisy[:1]).any())
 
 
 def weighted(value: Float[Tensor, "*n R"], weights: Float[Tensor, "R"]) -> Float[Tensor, "*n"]:
-    """Sum over the reward dimensions that count; NaN where one of these is."""
+    """Sum over the weighted reward dimensions; NaN where one of these is."""
     counts = weights != 0
     return value[..., counts] @ weights[counts]
 
@@ -144,7 +150,10 @@ def _decoded(policy: Policy, x: Float[Tensor, "n *latent"], size: int) -> list[n
 
 
 def _small(media: Float[Tensor, "F 3 H W"]) -> np.ndarray:
-    """H x W x 3, 0 to 255: of a clip four frames from the first to the last, in two rows."""
+    """Return a picture of H x W x 3, 0 to 255.
+
+    A clip is shown as four frames from the first to the last, in two rows.
+    """
     if len(media) < _QUARTERS:
         return _pixels(reduced(media[len(media) // 2 :][:1], _LARGEST))
     frames = media[first_to_last(len(media), _QUARTERS)]
@@ -156,7 +165,7 @@ def _pixels(picture: Float[Tensor, "1 3 H W"]) -> np.ndarray:
 
 
 def _rounded(numbers: Tensor) -> list[Any]:
-    """To four significant digits; null for what is not finite."""
+    """Round to four significant digits; null for what is not finite."""
 
     def plain(number: Any) -> Any:
         if isinstance(number, list):

@@ -1,4 +1,4 @@
-"""The policy-gradient loop.
+"""Run the policy-gradient loop.
 
     prompts -> trajectory -> values -> credit -> advantages -> loss -> update
 
@@ -43,7 +43,7 @@ from flowalign.utils.seeds import generator
 
 
 class PolicyGradientLoop(Loop):
-    """Rollouts whose rewards are credited to denoising steps."""
+    """Samples rollouts, credits their rewards to denoising steps, and updates the policy."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class PolicyGradientLoop(Loop):
 
     @property
     def weights(self) -> Float[Tensor, "R"]:
-        """The reward weights of this step: those of the run file, times the multipliers."""
+        """Return this step's reward weights: those of the run file, times the multipliers."""
         given = self.rewards.weights
         return given if self.multipliers is None else self.multipliers.scale(given)
 
@@ -117,7 +117,7 @@ class PolicyGradientLoop(Loop):
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
     ) -> dict[str, float]:
-        """Metrics of the step's credit; then the multipliers move with its outcomes."""
+        """Return metrics of the step's credit; then update the multipliers with its outcomes."""
         metrics = credit_metrics(self.rewards, gathered, advantage)
         metrics |= constraint_metrics(self.cfg, self.rewards, self.multipliers, gathered)
         self.multipliers = moved(self.cfg, self.multipliers, gathered.outcome)
@@ -127,7 +127,7 @@ class PolicyGradientLoop(Loop):
 def moved(
     cfg: Settings, multipliers: Multipliers | None, outcome: Float[Tensor, "n R"]
 ) -> Multipliers | None:
-    """The multipliers after a step with these rewards of finished samples."""
+    """Return the multipliers after a step with these rewards of finished samples."""
     if cfg.thresholds is None or multipliers is None:
         return None
     return cfg.thresholds.after(multipliers, outcome)
@@ -136,7 +136,7 @@ def moved(
 def update(
     cfg: Settings, learner: Learner, batch: TrainBatch, seed: int, step: int
 ) -> dict[str, float]:
-    """Make the updates of one step; returns their metrics, averaged over transitions and ranks."""
+    """Make the updates of one step, and return metrics averaged over transitions and ranks."""
     totals: dict[str, Tensor] = {}
     metrics: dict[str, float] = {}
     sampled_with = learner.num_updates
@@ -158,7 +158,7 @@ def update(
 
 
 def _local(batch: TrainBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:
-    """Positions on this rank of those samples that it holds."""
+    """Return the positions on this rank of those samples that it holds."""
     start, stop = batch.rank_offset, batch.rank_offset + len(batch.mask)
     return samples[(samples >= start) & (samples < stop)] - start
 

@@ -1,4 +1,4 @@
-"""What a policy-gradient step does and takes, worked out before any weight is read."""
+"""Plan a policy-gradient step: its counts and memory, before any weight is read."""
 
 from collections.abc import Sequence
 from math import ceil, prod
@@ -23,7 +23,7 @@ def plan_step(
     model: ModelPlan,
     world: int,
 ) -> RecipePlan:
-    """Counts and memory of one step. ValueError where the run cannot do it."""
+    """Return counts and memory of one step; raise ValueError if the run cannot do it."""
     _check(cfg, run, model, world)
     per_velocity = run.policy.evaluations_per_velocity
     window = cfg.sampling.sde_window.steps(
@@ -41,9 +41,11 @@ def plan_step(
 
 
 def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> dict[str, int]:
-    """Network evaluations for one prompt, by purpose; those with gradient are `training`.
+    """Return the network evaluations for one prompt, by purpose.
 
-    Source: the counts of published methods in their papers; states that samples share count once.
+    Those with gradient are `training`. States that samples share count once.
+
+    Source: the counts of published methods in their papers.
     """
     empty, num_steps = cfg.empty_trajectory(window), cfg.sampling.num_steps
     completing = [
@@ -63,7 +65,7 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
 
 
 def num_trained(cfg: Settings, empty: Trajectory) -> int:
-    """Transitions of one prompt that an update sees; of pairs, at most that many."""
+    """Return the transitions of a prompt that an update sees; for pairs, at most that many."""
     if not cfg.algorithm.pairs:
         return int(empty.trained.sum())
     sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]
@@ -71,7 +73,7 @@ def num_trained(cfg: Settings, empty: Trajectory) -> int:
 
 
 def _check(cfg: Settings, run: RunContext, model: ModelPlan, world: int) -> None:
-    """What a run needs beyond a run file that can be read."""
+    """Raise ValueError for needs of a run that its settings alone do not show."""
     if cfg.prompts_per_step < world:
         raise ValueError(
             f"recipe.prompts_per_step is {cfg.prompts_per_step}, fewer than the {world} processes"
@@ -108,7 +110,7 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
 def _calibration_rows(
     cfg: Settings, calibration: Calibration | None, run: RunContext, window: Sequence[int]
 ) -> dict[str, str]:
-    """What the search for noise levels costs, all iterations together."""
+    """Return what the search for noise levels costs, all iterations together."""
     if calibration is None:
         return {}
     num_steps, how = cfg.sampling.num_steps, cfg.completion
@@ -125,8 +127,10 @@ def _calibration_rows(
 def _rollout_memory(
     cfg: Settings, model: ModelPlan, world: int, window: Sequence[int]
 ) -> list[MemoryPart]:
-    """What the trajectories of a step keep until they are learned from, and states on their way to
-    being completed, which are on the device wherever they are kept then."""
+    """Return the memory of the trajectories of a step, and of states while they are completed.
+
+    The latter are on the device, wherever they are kept afterwards.
+    """
     empty, storage = cfg.empty_trajectory(window), cfg.sampling.states
     prompts = ceil(cfg.prompts_per_step / world)
     elements = prompts * prod(model.latent_shape)

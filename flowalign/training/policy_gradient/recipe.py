@@ -1,4 +1,4 @@
-"""Policy-gradient training: rewards of rollouts, credited to denoising steps (the GRPO family)."""
+"""Train by policy gradients: rewards of rollouts, credited to denoising steps (the GRPO family)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ from flowalign.types import ModelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Settings, Recipe):
-    """Online reinforcement learning: sample, score, credit denoising steps, update, repeat."""
+    """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
 
     prompts: str
-    """Training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
     calibration: Calibration | None = None
-    """Find the noise level of every step before the first one (DenseGRPO). The search starts at
-    `sampling.eta` of the kernel FlowSDE."""
+    """Search for the noise level of each step before the first one (DenseGRPO), starting at
+    `sampling.eta` of the kernel FlowSDE. Null: none."""
 
     @property
     @override
@@ -59,7 +59,7 @@ class PolicyGradient(Settings, Recipe):
         return PolicyGradientLoop(settings, learner, run.rewards, prompts, run.seed, recorder, log)
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
-        """Records credit where the method has more to tell than the outcome."""
+        """Return a recorder, if the credit of steps differs from the outcome."""
         if not worth_a_picture(self.credit, self.sampling.branching):
             return None
         return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)

@@ -1,4 +1,4 @@
-"""Sample the prompts of a step, and hand the trajectories on as the values of their states."""
+"""Sample the prompts of a step, and value the states of their trajectories."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -20,9 +20,9 @@ from flowalign.utils.seeds import generator
 def collect_rollouts(
     cfg: Settings, learner: Learner, rewards: Rewards, prompts: Sequence[str], seed: int, step: int
 ) -> CompletionValues:
-    """Sample this rank's share of the prompts; returns the values of their trajectories.
+    """Sample this rank's share of the prompts, and return the values of their trajectories.
 
-    Where `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
+    If `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
     computed while the next is sampled.
     """
     local = learner.processes.share(range(len(prompts)))
@@ -46,7 +46,7 @@ def collect_rollouts(
 def rollout(
     cfg: Settings, learner: Learner, prompts: Sequence[str], seed: int, step: int
 ) -> Trajectory:
-    """The trajectories of this rank's share of the prompts, all sampled together."""
+    """Return the trajectories of this rank's share of the prompts, all sampled together."""
     local = learner.processes.share(range(len(prompts)))
     return sample_prompts(cfg, learner, prompts, seed, step, local)
 
@@ -59,7 +59,10 @@ def sample_prompts(
     step: int,
     indices: Sequence[int],
 ) -> Trajectory:
-    """Sample some prompts of a step. All ranks share the window; noise belongs to the prompt."""
+    """Sample some prompts of a step.
+
+    All ranks share the window; noise belongs to the prompt.
+    """
     window = cfg.sampling.sde_window.steps(
         cfg.sampling.num_steps, step, generator(seed, "window", step)
     )
@@ -78,7 +81,7 @@ def sample_prompts(
 def completion_values(
     cfg: Settings, learner: Learner, rewards: Rewards, trajectory: Trajectory
 ) -> CompletionValues:
-    """The value function that the credit method of a recipe asks about a trajectory."""
+    """Return the value function that the recipe's credit method queries for a trajectory."""
     size = cfg.sampling.micro_batch
     return CompletionValues(
         learner.policy,
@@ -96,7 +99,7 @@ def finished(
     requests: Sequence[CompletionRequest],
     micro_batch: int,
 ) -> dict[CompletionRequest, Float[Tensor, "n *latent"]]:
-    """Clean latents of the requested states: completed by the rollout, or now."""
+    """Return clean latents of the requested states: completed by the rollout, or now."""
     device, known = trajectory.device, trajectory.finished
     done = {request: known[request].to(device) for request in requests if request in known}
     for how in {request[1] for request in requests if request not in done}:

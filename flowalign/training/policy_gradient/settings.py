@@ -1,4 +1,4 @@
-"""The settings of policy-gradient training that the functions of its loop read."""
+"""Define the settings of policy-gradient training that its loop reads."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,42 +21,55 @@ from flowalign.types import CreditEstimator, PolicyLoss, Trajectory
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to sample, what to credit, what to optimise."""
+    """Configures what to sample, how to credit it, and what to optimise."""
 
     sampling: Sampling
+    """How the trajectories of a prompt are drawn."""
     credit: CreditEstimator = field(default_factory=Outcome)
+    """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
     completion: Completion = field(default_factory=Completion)
-    """How intermediate states are finished when the credit method asks for their values."""
+    """How intermediate states are completed when the credit method requests their values."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
+    """Loss of the transitions: `GRPO` or `StepDPO`."""
     prompts_per_step: int = 8
-    """P over all processes together."""
+    """P, prompts of a step over all processes together."""
     rollout_batch_prompts: int | None = None
     """Prompts of a process that are sampled together; rewards of one batch are computed while the
     next is sampled. Null: all of them. Changes time and memory, not the update."""
     updates_per_step: int = 1
-    """Into how many optimizer updates the samples of a step are divided."""
+    """Number of optimizer updates into which the samples of a step are divided."""
     epochs_per_step: int = 1
-    """How often the samples of a step are gone through."""
+    """Number of passes over the samples of a step."""
     micro_batch: int = 64
     """Transitions per forward and backward pass; changes memory, not the update."""
     advantage_scale: Scale = "group"
+    """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
+    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
+    GRPO). given: the credit method returns advantages."""
     advantage_combine: Combine = "sum_of_advantages"
+    """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
+    advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
     value_transform: LogSigmoidCentred | None = None
-    """Applied to rewards before they are credited; metrics show them as they are."""
+    """Transform of rewards before they are credited; metrics show raw rewards. Null: none."""
     pareto: Pareto = "off"
-    """Train only samples that no other dominates in all weighted rewards (Parrot): among those of
-    their prompt, or of the whole step."""
+    """Train only samples that no other dominates in all weighted rewards (Parrot). group: among
+    those of their prompt. batch: among those of the step. off: train all."""
     thresholds: Thresholds | None = None
-    """Reward dimensions that count as long as their mean misses a threshold."""
+    """Thresholds of reward dimensions, which count while their mean misses them. Null: none."""
     advantage_clip: float = 5.0
+    """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
     std_floor: float = 1e-6
-    """Groups whose rewards spread less than this carry no signal."""
+    """Standard deviation of credit up to which a group carries no signal and gets zeros."""
     step_weight: StepWeight = "uniform"
+    """Weight of each denoising step in the loss, such as `uniform` or `dt`."""
     on_failed_reward: OnFailure = "raise"
+    """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
+    trained. drop_group: nor are those of the other samples of their prompt at the same step."""
     on_failed_check: checks.OnFailure = "raise"
+    """raise: a failed check of the first updates stops the run. warn: it is logged."""
 
     def __post_init__(self) -> None:
-        """Reject what no run can use, before anything heavy is loaded."""
+        """Reject settings that no run can use, before anything heavy is loaded."""
         for name in ("prompts_per_step", "updates_per_step", "epochs_per_step", "micro_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
@@ -85,33 +98,43 @@ class Settings:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of one step of the loop."""
+        """Return the number of optimizer updates of one step of the loop."""
         return self.updates_per_step * self.epochs_per_step
 
     @property
     def examples_per_step(self) -> int:
-        """Trajectories of one step, over all processes."""
+        """Return the number of trajectories of one step, over all processes."""
         return self.prompts_per_step * self.sampling.samples_per_prompt
 
     def check_rewards(self, rewards: Rewards) -> None:
-        """Raise ValueError where reward dimensions are named that do not fit."""
+        """Raise ValueError if a setting names reward dimensions that do not fit."""
         rewards.check_weights()
         for part in (self.value_transform, self.thresholds):
             if part:
                 part.check(rewards)
 
     def empty_trajectory(self, steps: Sequence[int]) -> Trajectory:
-        """The samples of one prompt before they are drawn. ValueError if they do not fit."""
+        """Return the samples of one prompt before they are drawn.
+
+        Raises:
+            ValueError: The samples cannot be arranged in this way.
+        """
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
         return empty_trajectory(self.sampling, steps, [""], sigmas)
 
     def requested(self, steps: Sequence[int]) -> tuple[CompletionRequest, ...]:
-        """The states that the credit method values. ValueError if its needs are not met."""
+        """Return the states that the credit method values.
+
+        Raises:
+            ValueError: The settings do not meet the needs of the credit method.
+        """
         return self._requirements(steps).requested
 
     def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """The states that a rollout keeps: of trained steps, the last, and what credit starts from
-        or reads."""
+        """Return the indices of the states that a rollout keeps.
+
+        They are those of trained steps, the last, and those that credit starts from or reads.
+        """
         num_steps = self.sampling.num_steps
         if self.algorithm.chunks == "latent_change":
             return tuple(range(num_steps + 1))

@@ -1,4 +1,4 @@
-"""The values of intermediate states: what credit methods ask for, and all that costs them."""
+"""Value intermediate states by completion: what credit methods request, and their only cost."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,21 @@ from flowalign.types import Policy, RewardOutput, Trajectory, ValueFunction
 
 @dataclass
 class _Pending:
-    """States that are decoded and being scored."""
+    """Holds states that are decoded and being scored."""
 
     requests: Sequence[CompletionRequest]
+    """States that are scored."""
     rows: Sequence[Int[Tensor, "n"]]
     """The distinct rows of each state."""
     scoring: Scoring
+    """Scores in progress."""
 
 
 class CompletionValues(ValueFunction):
-    """The values of one trajectory: each state is finished, decoded and scored at most once."""
+    """Values one trajectory; each state is completed, decoded and scored at most once."""
 
     pictured = 6
-    """Samples whose decoded media are kept, for a person to look at."""
+    """Number of samples whose decoded media are kept for charts."""
 
     def __init__(
         self,
@@ -42,13 +44,13 @@ class CompletionValues(ValueFunction):
         self.finish, self.how, self.micro_batch = finish, how, micro_batch
         self.known: dict[CompletionRequest, RewardOutput] = {}
         self.media: dict[CompletionRequest, Tensor] = {}
-        """Decoded media of states k of the first `pictured` samples."""
+        """Decoded media of the requested states, for the first `pictured` samples."""
         self.pending: list[_Pending] = []
         self.parts: Sequence[CompletionValues] = ()
         """Values of the trajectories that this one was concatenated from."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
-        """Rewards of states ks after finishing each by ODE; NaN where a reward failed."""
+        """Return the rewards of states ks, each completed by ODE; NaN where a reward failed."""
         requests = [self._request(k, how) for k in ks]
         self._join_parts()
         self.request(requests)
@@ -58,7 +60,7 @@ class CompletionValues(ValueFunction):
         return torch.stack(values, 1)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
-        """Finish and decode states that are new, in chunks that go on to the rewards at once."""
+        """Complete and decode states that are new, in chunks that go to the rewards at once."""
         seen = {*self.known, *(request for pending in self.pending for request in pending.requests)}
         missing = sorted({t for t in requests if t not in seen}, key=lambda request: request[0])
         if not missing:
@@ -104,7 +106,7 @@ class CompletionValues(ValueFunction):
             self.media[request], kept = kept[: len(wanted)][at], kept[len(wanted) :]
 
     def _collect(self) -> None:
-        """Wait for the rewards of everything that was asked."""
+        """Wait for the rewards of everything that was requested."""
         for pending in self.pending:
             output, start = pending.scoring.result(), 0
             for request, row in zip(pending.requests, pending.rows, strict=True):

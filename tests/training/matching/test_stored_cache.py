@@ -66,17 +66,15 @@ def pick_a_pic(folder: Path, numbers: list[tuple[int, int]]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["pairs", "samples"])
-def test_no_unit_of_a_table_of_pictures_keeps_bytes_and_no_batch_hashes_any(
-    tmp_path, monkeypatch, kind
-):
+def test_no_example_of_a_table_keeps_bytes_and_no_batch_hashes_any(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(cache, "MEDIA_AT_ONCE", 2)
     path = pick_a_pic(tmp_path, [(0, 1), (2, 3), (2, 0), (4, 4), (5, 1), (5, 1)])
     stream = stored(path, new_learner(), kind=kind, max_dropped_fraction=1.0)
-    media = {medium for unit in stream.units for medium in media_of(unit)}
+    media = {medium for pair in stream.examples for medium in media_of(pair)}
     assert {medium.data for medium in media} == {None}
     assert len({medium.digest for medium in media}) == (5 if kind == "pairs" else 6)
     if kind == "pairs":  # equal media and repeated pairs are still found
-        assert len(stream.units) == 4
+        assert len(stream.examples) == 4
     hashed, sha256 = [], cache.hashlib.sha256
     monkeypatch.setattr(
         cache.hashlib, "sha256", lambda data=b"", **how: hashed.append(len(data)) or sha256(data)

@@ -1,0 +1,44 @@
+"""Hooks of the documentation site: what the pages show of files that lie outside `docs/`."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from properdocs.structure.files import File, Files
+
+DOCS = Path(__file__).parents[1]
+FIGURES = DOCS.parent / "assets" / "figures"
+_FIGURE_LINK = re.compile(r"\]\((?P<up>(?:\.\./)*)\.\./assets/figures/")
+_INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
+_NEEDS = re.compile(r"^<!-- (needs|takes): (.+) -->$", re.MULTILINE)
+_NEEDED = {
+    "gpu": "Needs a GPU.",
+    "hub": "Needs the model from the hub, or from a local folder.",
+    "data": "Needs the data that it names.",
+}
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the figures, which GitHub shows from `assets/figures`, and the style sheet."""
+    style = str(DOCS / "site" / "site.css")
+    files.append(File.generated(config, "site.css", abs_src_path=style))
+    for path in sorted(FIGURES.glob("*.png")):
+        uri = f"assets/figures/{path.name}"
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Point at the copied figures, show included code, and say what a block needs."""
+    markdown = _FIGURE_LINK.sub(r"](\g<up>assets/figures/", markdown)
+    folder = (DOCS / page.file.src_uri).parent
+    markdown = _INCLUDE.sub(lambda found: _code(folder / found[1]), markdown)
+    return _NEEDS.sub(lambda found: f"*{_note(found[1], found[2])}*\n", markdown)
+
+
+def _code(path: Path) -> str:
+    return f"```python\n{path.read_text(encoding='utf-8')}```"
+
+
+def _note(kind: str, what: str) -> str:
+    return _NEEDED[what] if kind == "needs" else f"Takes {what}."
