@@ -9,7 +9,7 @@ from flowalign.cli.check import planned
 from flowalign.cli.messages import UsageError, add_config, add_processes, printer, settings_of
 
 if TYPE_CHECKING:
-    from flowalign.runs.config import Loaded
+    from flowalign.runs.config import Loaded, Run
 
 HELP = "Train as a run file says."
 
@@ -44,7 +44,7 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
     log, run_file = printer(), loaded.run
     folder = Path(run_file.output_dir)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    from_checkpoint = _checkpoint_to_resume(folder, resume) if resume else None
+    from_checkpoint = _checkpoint_to_resume(run_file, resume) if resume else None
     main = os.environ.get("RANK", "0") == "0"
     rows = planned(run_file, world)
     if main:
@@ -68,15 +68,16 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
     return 0
 
 
-def _checkpoint_to_resume(folder: Path, resume: str) -> Path | None:
+def _checkpoint_to_resume(run: "Run", resume: str) -> Path | None:
+    from flowalign.runs.session import is_opening
     from flowalign.training import checkpoint
-    from flowalign.training.policy_gradient.calibrate import is_calibrating
 
     if resume != "latest":
         path = Path(resume)
     else:
+        folder = Path(run.output_dir)
         newest = checkpoint.latest(folder / "checkpoints")
-        if newest is None and is_calibrating(folder):
+        if newest is None and is_opening(folder, run.recipe):
             return None
         if newest is None:
             raise UsageError(f"nothing to resume: {folder / 'checkpoints'} holds no checkpoint")

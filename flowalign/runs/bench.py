@@ -43,7 +43,7 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
         trained = _timed(times["reward"], lambda t=trajectory: _credited(recipe, learner, loop, t))
         _timed(times["update"], lambda b=trained, i=i: update(recipe, learner, b, run.seed, i))
         _timed(times["floor"], lambda t=trajectory: _bare(recipe, run.policy, t))
-        learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients teach nothing
+        learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients are not used
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
     step = sum(result[f"seconds/{name}"] for name in ("sample", "reward", "update"))
     return result | {

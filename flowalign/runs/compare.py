@@ -94,9 +94,8 @@ def compare(request: Request, log: Log) -> Comparison:
     """
     entries = read(request)
     metric = metric_of(request.metric, entries)
-    singles = [
-        _single(request.out, entry, seed) for entry in entries for seed in request.seeds
-    ]  # all are looked at before one is started
+    # All folders are checked before the first run starts.
+    singles = [_single(request.out, entry, seed) for entry in entries for seed in request.seeds]
     jobs = [_job(request, single) for single in singles if single.todo != "keep"]
     for entry in entries:
         if entry.settings["evaluation"]["every"] == 0:

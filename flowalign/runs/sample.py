@@ -67,7 +67,7 @@ class Request:
 
     @property
     def fps(self) -> float | None:
-        """Frames per second of the clips; None for pictures."""
+        """Return the frames per second of the clips; None for pictures."""
         return self.run.policy.fps
 
     def media(self, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Tensor:
@@ -96,7 +96,10 @@ def hash_weights(folder: Path) -> str:
 
 
 def usual_sampler(run: Run) -> tuple[int, int]:
-    """Denoising steps and batch size of a run's evaluation, else of its training; else 0 steps."""
+    """Return denoising steps and batch size of a run's evaluation, else of its training.
+
+    The number of steps is 0 if neither samples.
+    """
     cfg = run.evaluation
     if cfg:
         return cfg.num_steps, cfg.micro_batch
@@ -129,12 +132,12 @@ class Medium:
 
     @property
     def id(self) -> str:
-        """Indices of prompt and copy; the prompt itself may hold any character."""
+        """Return the indices of prompt and copy; the prompt itself may hold any character."""
         return f"{self.number:06d}-{self.copy:02d}"
 
     @property
     def file_name(self) -> str:
-        """Name of the file within the folder."""
+        """Return the name of the file within the folder."""
         return f"{self.id}.{'mp4' if self.fps else 'png'}"
 
 

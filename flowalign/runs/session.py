@@ -19,13 +19,12 @@ from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import Evaluated, evaluate, save_grid
 from flowalign.training.learner import Learner, TrainingFailure
-from flowalign.training.policy_gradient.calibrate import is_calibrating
-from flowalign.training.recipe import Log, Loop
+from flowalign.training.recipe import Log, Loop, Recipe
 from flowalign.utils.console import Messages, Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_on_ctrl_c
-from flowalign.utils.tracking import Tracker
+from flowalign.utils.tracking import FILE, Tracker
 
 
 @dataclass
@@ -78,7 +77,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     processes = join(run.device)
     folder = Path(run.output_dir)
     if resume is None:
-        _refuse_begun(folder)
+        _refuse_begun(folder, run.recipe)
     processes.barrier()
     costs, messages = Costs(), Messages(log)
     rewards = run.build_rewards(costs)
@@ -155,9 +154,16 @@ def _write_config(path: Path, config: str) -> None:
         write_text(path, config)
 
 
-def _refuse_begun(folder: Path) -> None:
+def is_opening(folder: Path, recipe: Recipe) -> bool:
+    """Tell whether a run was killed while its recipe opened, so that it goes on by itself."""
+    begun = any((folder / name).exists() for name in recipe.open_files)
+    trained = (folder / FILE).exists() or any((folder / "checkpoints").glob("*"))
+    return begun and not trained
+
+
+def _refuse_begun(folder: Path, recipe: Recipe) -> None:
     begun = folder.exists() and any(folder.iterdir())
-    if begun and not is_calibrating(folder):
+    if begun and not is_opening(folder, recipe):
         raise ValueError(
             f"{folder} already holds a run and is not overwritten.\n"
             "Add --resume to go on with it, --overwrite to replace it, "
@@ -267,8 +273,8 @@ def _summary(
 
 def _spent(session: Session) -> Costs:
     """Return the costs of all processes together."""
-    mine = torch.tensor([list(asdict(session.costs).values())])
-    return Costs(*session.processes.gather(mine).sum(0).tolist())
+    local = torch.tensor([list(asdict(session.costs).values())])
+    return Costs(*session.processes.gather(local).sum(0).tolist())
 
 
 def _costs_so_far(session: Session) -> dict[str, float]:

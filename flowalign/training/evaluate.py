@@ -93,24 +93,24 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     of one prompt.
     """
     items = cfg.items()
-    mine = list(processes.share(range(len(items))))
+    local = list(processes.share(range(len(items))))
     latents = generate(
         policy,
-        [items[i][1] for i in mine],
+        [items[i][1] for i in local],
         cfg.num_steps,
-        [generator(cfg.seed, "evaluation", i) for i in mine],
+        [generator(cfg.seed, "evaluation", i) for i in local],
         cfg.micro_batch,
     )
-    prompts, order = [items[i][1] for i in mine], {text: n for n, (_, text) in enumerate(items)}
+    prompts, order = [items[i][1] for i in local], {text: n for n, (_, text) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
-    for start in range(0, len(mine), cfg.micro_batch):
+    for start in range(0, len(local), cfg.micro_batch):
         some = prompts[start : start + cfg.micro_batch]
         media = policy.decode(latents[start : start + len(some)]).cpu()
         scoring.add(rewards.batch(media, some, [order[p] for p in some], policy.fps))
         kept |= {
             i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
-            for i, frames in zip(mine[start:], media, strict=False)
+            for i, frames in zip(local[start:], media, strict=False)
             if i in shown
         }
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)

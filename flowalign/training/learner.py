@@ -85,9 +85,8 @@ class Learner:
         self.scaler = torch.amp.GradScaler(
             processes.device.type, enabled=policy.precision == "fp16"
         )
-        self.scaler.scale(
-            torch.zeros(1, device=processes.device)
-        )  # a rank may have no loss at first
+        # GradScaler sets itself up in its first scale(); a rank may have no loss to scale at first.
+        self.scaler.scale(torch.zeros(1, device=processes.device))
         self.num_updates = 0
         self.num_skipped = 0
         self.skipped_in_a_row = 0

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from flowalign.rewards.composite import OnFailure, Rewards
 from flowalign.training.learner import Learner
@@ -101,6 +101,9 @@ class Recipe(ABC):
     """Elements of one forward and backward pass."""
     on_failed_reward: OnFailure
     """Whether a reward that could not be computed ends the run, or drops samples."""
+
+    open_files: ClassVar[Sequence[str]] = ()
+    """Files of the run directory that `open` writes, and goes on with where it was killed."""
 
     @property
     @abstractmethod

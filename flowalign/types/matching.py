@@ -45,8 +45,7 @@ class Examples:
     expert_cond: Mapping[str, Tensor] | None = None
     """Conditioning of the expert whose velocity each row is matched to; None: noise - latents."""
     users: Sequence[str] = ()
-    """Ids of the people who judged each row, for personalised policies; empty where nobody is
-    known."""
+    """Id of the person who judged each row, for personalised policies; empty if none is known."""
 
 
 @dataclass(frozen=True)

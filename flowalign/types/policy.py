@@ -66,7 +66,7 @@ class VelocityField(ABC):
 
 
 class Policy(VelocityField):
-    """A flow model with its text encoder and decoder. Implementations live in `pipelines/`."""
+    """Defines a flow model with its text encoder and decoder. Implementations: `pipelines/`."""
 
     denoiser: nn.Module
     """The network being trained; the rest of the pipeline is frozen."""

@@ -120,7 +120,7 @@ class RewardSpec:
         return self._unusable(batch)
 
     def _unusable(self, batch: MediaBatch) -> dict[int, str]:
-        finite = batch.media.detach().flatten(1).sum(1).isfinite().tolist()  # fast, and enough
+        finite = batch.media.detach().flatten(1).sum(1).isfinite().tolist()  # NaN, inf survive
         failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
         if "prompt" in self.needs:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}

@@ -256,7 +256,7 @@ def test_dense_credit_costs_what_was_worked_out_by_hand(steps):
 
 
 def test_turning_points_cost_what_was_worked_out_by_hand():
-    """n = 4 of T = 6 steps: T for the rollout, T + 5 + 4 + 3 for the tails, less 4 known firsts."""
+    """n = 4 of T = 6 steps: T for the rollout, T + 5 + 4 + 3 to complete, less 4 known firsts."""
     assert spent(TurningPoint(), Fixed(0, 4), 6) == (6 + (6 + 5 + 4 + 3) - 4, 5, 5)
 
 

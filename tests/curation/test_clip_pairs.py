@@ -113,7 +113,7 @@ def test_both_copies_start_at_one_level_between_the_limits_and_from_different_no
     levels = [made.row["level"] for made in results if isinstance(made, ClipPair)]
     assert len(set(levels)) == 3
     assert all(0.64 <= level <= 0.81 for level in levels)
-    # The two rows of a clip join the walk together, the highest level first.
+    # The two rows of a clip join the rollout together, the highest level first.
     assert first == dict(zip((2, 4, 6), sorted(levels, reverse=True), strict=True))
     for made in results:
         assert isinstance(made, ClipPair)

@@ -1,11 +1,10 @@
 """What only a GPU can show. `pytest -m gpu tests/gpu`."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from flowalign.runs.config import load
+from tests.fixtures.run_files import METHODS, files_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +20,7 @@ def test_the_loop_trains_in_every_precision(tmp_path, precision):
         "configs/shapes.yaml",
         [
             "device=cuda",
-            f"policy.init_args.precision={precision}",
+            f"policy.precision={precision}",
             "num_steps=2",
             "evaluation.num_prompts=32",
             f"output_dir={tmp_path / 'run'}",
@@ -40,14 +39,12 @@ def test_initial_noise_is_the_same_on_every_device():
     assert torch.equal(noise.cpu(), expected)
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path("configs/credit/shapes").glob("*.yaml")), ids=lambda p: p.stem
-)
-def test_every_credit_method_trains_on_a_gpu(tmp_path, path):
+@pytest.mark.parametrize("method", [*METHODS, "flow_grpo_all_steps"])
+def test_every_credit_method_trains_on_a_gpu(tmp_path, method):
     from flowalign.runs import session as runs
 
     run, text = load(
-        str(path),
+        [str(path) for path in files_of("shapes", method)],
         [
             "device=cuda",
             "num_steps=2",
@@ -69,10 +66,10 @@ def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_pa
     peaks = []
     for budget in (4, 12):
         run, _ = load(
-            "configs/credit/sd35_medium/dense_grpo.yaml",
+            [str(path) for path in files_of("sd35_medium", "dense_grpo")],
             [
                 "device=cuda",
-                f"policy.init_args.path={tmp_path / 'sd3'}",
+                f"policy.path={tmp_path / 'sd3'}",
                 "rewards=[{class_path: tests.fixtures.pixel.Redness}]",
                 "reward_weights={redness: 1.0}",
                 "recipe.prompts_per_step=2",

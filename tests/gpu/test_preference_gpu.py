@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flowalign.distributed.processes import Processes
-from tests.contracts.losses.test_matching_losses import LOSSES
+from tests.fixtures.matching_losses import LOSSES
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import pairs, recipe, train
 from tests.fixtures.training import flat, new_learner
@@ -14,7 +14,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GRIDLESS = {name: loss for name, loss in LOSSES.items() if not loss.requirements.needs - {"labels"}}
+GRIDLESS = {
+    name: loss for name, loss in LOSSES.items() if not loss.requirements.requires - {"labels"}
+}
 """A latent of one pixel has no frames to label and no places to mask."""
 
 

@@ -10,7 +10,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-WAN = "configs/wan21_1_3b.yaml"
+WAN = "configs/models/wan21_1_3b.yaml"
 FRAMES = (81, 49, 33, 17)
 """Tried from the most on."""
 
@@ -36,10 +36,10 @@ def _step(folder, frames: int) -> dict[str, float]:
     run, _ = load(
         WAN,
         [
-            f"policy.init_args.path={folder}",
-            f"policy.init_args.video.num_frames={frames}",
-            "policy.init_args.video.height=480",
-            "policy.init_args.video.width=832",
+            f"policy.path={folder}",
+            f"policy.video.num_frames={frames}",
+            "policy.video.height=480",
+            "policy.video.width=832",
             "rewards=[{class_path: reward_models.motion.DynamicDegree}]",
             "reward_weights={motion: 1.0}",
             "recipe.thresholds=null",
@@ -65,10 +65,10 @@ def test_the_embedded_video_model_trains_in_every_precision(tmp_path):
 
     for precision in ("fp32", "bf16", "fp16"):
         run, text = load(
-            "configs/shapes_video.yaml",
+            "configs/models/shapes_video.yaml",
             [
                 "device=cuda",
-                f"policy.init_args.precision={precision}",
+                f"policy.precision={precision}",
                 "num_steps=2",
                 "evaluation.num_prompts=32",
                 f"output_dir={tmp_path / precision}",

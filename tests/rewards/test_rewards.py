@@ -78,15 +78,15 @@ def test_sampling_some_prompts_at_a_time_changes_nothing(credit, at_once):
         cfg = new_recipe({"micro_batch": 5}, rollout_batch_prompts=rollout_batch_prompts, **extra)
         metrics = train(cfg, learner, steps=2)
         results.append((metrics, flat(learner.policy.denoiser)))
-    (whole, weights), (lots, same) = results
+    (whole, weights), (batched, same) = results
     assert_close(same, weights, atol=1e-6, rtol=1e-5)
     for name, value in whole[-1].items():
         if not name.startswith(("timing", "throughput")):
-            assert lots[-1][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
+            assert batched[-1][name] == pytest.approx(value, abs=1e-5, nan_ok=True), name
 
 
-def test_rewards_of_one_lot_are_computed_while_the_next_is_sampled():
-    """The first lot's rewards wait until the second is being sampled."""
+def test_rewards_of_one_batch_are_computed_while_the_next_is_sampled():
+    """The first batch's rewards wait until the second is being sampled."""
     second, calls, learner = threading.Event(), [], new_learner()
     model, velocity = Waiting(lambda: second.wait(20)), learner.policy.velocity
 

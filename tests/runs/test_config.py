@@ -14,9 +14,9 @@ import yaml
 
 from flowalign.cli import main as cli
 from flowalign.runs.config import load
-from flowalign.utils.errors import ConfigError
 from flowalign.runs.plan import plan
 from flowalign.sampling.sde_windows import Fixed
+from flowalign.utils.errors import ConfigError
 from pipelines.sd3 import SD3
 from pipelines.weights import Lora
 
@@ -138,13 +138,26 @@ def test_a_wrong_value_is_named_with_its_place_and_what_is_allowed(written, path
 
 
 OUT_OF_RANGE = {
-    "num_steps": 0, "threads": 0, "reward_weights": {"strict": 0.0, "clean": 0.0},
-    "optimizer/learning_rate": -1.0, "optimizer/max_grad_norm": 0.0, "ema/decay": 1.5,
-    "ema/every": 0, "checkpoints": {"every": 0}, RECIPE + "prompts_per_step": 0,
-    RECIPE + "micro_batch": 0, RECIPE + "updates_per_step": 0, RECIPE + "epochs_per_step": 0,
-    SAMPLING + "num_steps": 0, SAMPLING + "micro_batch": 0, SAMPLING + "eta": 0.0,
-    "evaluation/num_prompts": 1, "evaluation/num_steps": 0, "evaluation/micro_batch": 0,
-    "evaluation/grid": 0, "evaluation/prompts": {},
+    "num_steps": 0,
+    "threads": 0,
+    "reward_weights": {"strict": 0.0, "clean": 0.0},
+    "optimizer/learning_rate": -1.0,
+    "optimizer/max_grad_norm": 0.0,
+    "ema/decay": 1.5,
+    "ema/every": 0,
+    "checkpoints": {"every": 0},
+    RECIPE + "prompts_per_step": 0,
+    RECIPE + "micro_batch": 0,
+    RECIPE + "updates_per_step": 0,
+    RECIPE + "epochs_per_step": 0,
+    SAMPLING + "num_steps": 0,
+    SAMPLING + "micro_batch": 0,
+    SAMPLING + "eta": 0.0,
+    "evaluation/num_prompts": 1,
+    "evaluation/num_steps": 0,
+    "evaluation/micro_batch": 0,
+    "evaluation/grid": 0,
+    "evaluation/prompts": {},
 }
 
 
@@ -296,7 +309,8 @@ def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
     assert text_again == text
     assert vars(again.policy) == vars(run.policy)
     sampling = again.recipe.sampling
-    assert (sampling.eta, sampling.sde_window, again.ema, again.seed) == (0.25, Fixed(0, 3), None, 3)
+    assert (sampling.eta, sampling.sde_window) == (0.25, Fixed(0, 3))
+    assert (again.ema, again.seed) == (None, 3)
     assert vars(again.recipe.algorithm).keys() == vars(run.recipe.algorithm).keys()
     assert again.recipe.algorithm.surrogate == run.recipe.algorithm.surrogate
     assert again.evaluation == run.evaluation
@@ -401,9 +415,14 @@ def test_check_prints_the_plan_without_reading_weights(capsys):
 
 def test_the_plan_counts_by_hand():
     overrides = [
-        "--recipe.prompts_per_step=3", "--recipe.sampling.samples_per_prompt=5",
-        "--recipe.sampling.num_steps=7", "--recipe.sampling.sde_window.stop=4", "--num_steps=11",
-        "--recipe.updates_per_step=2", "--recipe.epochs_per_step=3", "--policy.guidance=3",
+        "--recipe.prompts_per_step=3",
+        "--recipe.sampling.samples_per_prompt=5",
+        "--recipe.sampling.num_steps=7",
+        "--recipe.sampling.sde_window.stop=4",
+        "--num_steps=11",
+        "--recipe.updates_per_step=2",
+        "--recipe.epochs_per_step=3",
+        "--policy.guidance=3",
         "--recipe.algorithm.kl_coef=0.1",
     ]
     rows = plan(load(SHAPES, overrides)[0])

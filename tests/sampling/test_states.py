@@ -98,7 +98,7 @@ SHORT = {
     "redistribute": lambda: new_recipe(SIX, credit=Redistribute(), advantage_scale="given"),
     "tree": lambda: new_recipe(SIX | TREE, credit=Branch()),
     "comb": lambda: new_recipe(SIX | {"branching": Comb(children=2)}, credit=Branch()),
-    "lots": lambda: new_recipe(SIX, rollout_batch_prompts=2),
+    "batches": lambda: new_recipe(SIX, rollout_batch_prompts=2),
     "bfloat16": lambda: new_recipe(SIX | {"states": Storage(dtype="bfloat16")}),
 }
 
@@ -181,7 +181,7 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
     assert len(both.finished) == 2
 
 
-def test_explored_lots_leave_no_state_beside_that_of_the_whole():
+def test_sampling_in_batches_leaves_no_state_beside_that_of_the_whole():
     cfg, learner = new_recipe(SIX, rollout_batch_prompts=1), moving_learner()
     values = collect_rollouts(cfg, learner, new_rewards(), THREE, 0, 0)
     assert len(values.parts) == 3

@@ -119,7 +119,7 @@ class MatchingLoop(Loop):
         for part in parts:
             share = len(part.sigma) / total
             loss, found = micro_batch_loss(self.cfg, learner, part, self.expert, context)
-            if not share:  # a process without examples takes part in what the loss gathers
+            if not share:  # without examples a rank still takes part in the loss's gather
                 continue
             learner.backward(share * loss)
             for name, value in found.items():

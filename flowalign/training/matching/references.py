@@ -100,11 +100,11 @@ class Teacher(Reference):
 
     def field(self, learner: Learner) -> VelocityField:
         """Return the teacher's velocity field; raise ValueError for weights of another model."""
-        mine = EMA(learner.parameters, 0.0)
+        own = EMA(learner.parameters, 0.0)
         learner.policy.load_weights(self.path)
-        theirs = EMA(learner.parameters, 0.0)
-        mine.write()
-        return WeightOverride(learner.policy, theirs)
+        teacher = EMA(learner.parameters, 0.0)
+        own.write()
+        return WeightOverride(learner.policy, teacher)
 
 
 def _follow(learner: Learner, average: EMA) -> None:

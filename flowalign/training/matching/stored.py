@@ -195,7 +195,7 @@ class StoredStream(BatchStream):
         self.latents = LatentCache(
             policy, folder, DTYPES[cfg.cache_dtype], cfg.max_frames, processes=processes
         )
-        unguided = conditional(policy)  # as the networks are matched
+        unguided = conditional(policy)  # as matching evaluates it
         assert isinstance(unguided, Policy)
         self.texts = PromptEmbeddingCache(unguided, folder, processes=processes)
         self.examples = self._training_examples(requires)

@@ -60,15 +60,6 @@ def calibrated(
     return replace(cfg, sampling=replace(cfg.sampling, **levels))
 
 
-def is_calibrating(folder: Path) -> bool:
-    """Return whether a run directory holds a calibration and nothing after it.
-
-    Such a run continues without --resume.
-    """
-    later = (folder / "metrics.jsonl").exists() or any((folder / "checkpoints").glob("*"))
-    return (folder / FILE).exists() and not later
-
-
 def _gains(
     cfg: Settings, num_samples: int, prompts: Prompts, learner: Learner, rewards: Rewards
 ) -> Gains:

@@ -11,7 +11,7 @@ from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.calibrate import calibrated
+from flowalign.training.policy_gradient.calibrate import FILE, calibrated
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, worth_a_picture
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.plan import plan_step
@@ -29,6 +29,8 @@ class PolicyGradient(Settings, Recipe):
     calibration: Calibration | None = None
     """Search for the noise level of each step before the first one (DenseGRPO), starting at
     `sampling.eta` of the kernel FlowSDE. Null: none."""
+
+    open_files = (FILE,)
 
     @property
     @override

@@ -23,7 +23,7 @@ from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient import credit_record as credit_picture
-from flowalign.training.policy_gradient.calibrate import draws, is_calibrating
+from flowalign.training.policy_gradient.calibrate import draws
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 
@@ -144,8 +144,9 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
     Mortal.left = 10**9
     folder = tmp_path / "parts"
     assert len(read_calibration(folder / "calibration.json").iterations) == call
-    assert is_calibrating(folder)
-    assert train._checkpoint_to_resume(folder, "latest") is None
+    run = new_run(folder, Mortal())
+    assert runs.is_opening(folder, run.recipe)
+    assert train._checkpoint_to_resume(run, "latest") is None
     levels(new_run(folder, Mortal()))
     expected = (tmp_path / "whole" / "calibration.json").read_bytes()
     assert (folder / "calibration.json").read_bytes() == expected
@@ -153,7 +154,8 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
 
 def test_a_finished_run_is_no_calibration_that_goes_on(tmp_path):
     runs.train(begin(new_run(tmp_path / "run")))
-    assert not is_calibrating(tmp_path / "run")
+    run = new_run(tmp_path / "run")
+    assert not runs.is_opening(tmp_path / "run", run.recipe)
     with pytest.raises(ValueError, match="already holds a run"):
         begin(new_run(tmp_path / "run"))
 

@@ -1,0 +1,128 @@
+"""Verbs on run files: several of them compose, `check --print` and `convert`."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowalign.cli import main as cli
+from flowalign.runs.config import load
+
+OLD = {
+    "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
+    "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+    "reward_weights": {"redness": 1.0},
+    "num_steps": 3,
+    "recipe": {
+        "prompts_per_step": 2,
+        "sampling": {
+            "num_steps": 3,
+            "samples_per_prompt": 4,
+            "window": {"class_path": "flowalign.windows.AllButLast"},
+        },
+    },
+    "evaluation": None,
+    "device": "cpu",
+}
+"""What a run file of version 0.1 held beside the name of its prompts."""
+
+
+def exit_code(*argv: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in argv])
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def prompts(tmp_path) -> str:
+    (tmp_path / "prompts.txt").write_text("a\nbb\nccc\n")
+    return str(tmp_path / "prompts.txt")
+
+
+@pytest.fixture
+def model(tmp_path, prompts) -> Path:
+    """A complete run file of today."""
+    settings = OLD["recipe"]["sampling"]
+    sampling = {name: settings[name] for name in ("num_steps", "samples_per_prompt")}
+    recipe = {"prompts": prompts, "prompts_per_step": 2, "sampling": sampling}
+    content = OLD | {
+        "recipe": {"class_path": "flowalign.training.PolicyGradient", "init_args": recipe},
+        "evaluation": {"prompts": {"here": prompts}, "num_prompts": 2, "num_steps": 2},
+    }
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "model.yaml"
+
+
+@pytest.fixture
+def method(tmp_path) -> Path:
+    """A file that changes two settings of another one."""
+    (tmp_path / "method.yaml").write_text("num_steps: 1\nrecipe: {sampling: {eta: 0.4}}\n")
+    return tmp_path / "method.yaml"
+
+
+def test_check_plans_what_its_files_say_together(model, method, capsys):
+    assert exit_code("check", model, method, "recipe.sampling.samples_per_prompt=5") == 0
+    told = capsys.readouterr().out
+    assert "10 = 2 prompts x 5" in told
+    assert re.search(r"samples in the whole run\W+10\b", told)
+
+
+def test_every_printed_setting_has_the_file_that_set_it(model, method, capsys, tmp_path):
+    assert exit_code("check", model, method, "--seed", 7, "--print") == 0
+    printed = capsys.readouterr().out
+    origins = {
+        f"eta: 0.4  # {method}",
+        f"num_steps: 1  # {method}",
+        f"samples_per_prompt: 4  # {model}",
+        "seed: 7  # command line",
+        "micro_batch: 64  # default",
+    }
+    assert origins <= {line.strip() for line in printed.splitlines()}
+    (tmp_path / "again.yaml").write_text(printed)
+    again = load(str(tmp_path / "again.yaml"))[1]
+    assert again == load([str(model), str(method)], ["--seed", "7"])[1]
+
+
+def test_train_makes_one_run_of_its_files(model, method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert exit_code("train", model, method) == 0
+    run = tmp_path / "runs" / "model-method"
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    assert load(str(run / "config.yaml"))[0].recipe.sampling.eta == 0.4
+
+
+@pytest.mark.parametrize("verb", ["eval", "sample", "bench"])
+def test_other_verbs_take_several_files_as_well(verb, model, method, prompts, tmp_path):
+    options = {
+        "eval": [],
+        "sample": ["--prompts", prompts, "--count", 1, "--out", tmp_path / "out"],
+        "bench": ["--repeats", 1],
+    }
+    assert exit_code(verb, model, method, *options[verb], "num_steps=2") == 0
+
+
+@pytest.mark.parametrize("verb", ["train", "check", "eval", "sample", "bench"])
+def test_settings_without_a_run_file_are_refused(verb, capsys, prompts):
+    options = ["--prompts", prompts] if verb == "sample" else []
+    assert exit_code(verb, "num_steps=2", *options) == 2
+    assert "no run file is named, only settings: num_steps=2" in capsys.readouterr().err
+
+
+def test_an_old_run_file_trains_once_it_is_converted(prompts, tmp_path, capsys):
+    file = tmp_path / "old.yaml"
+    file.write_text(yaml.safe_dump(OLD | {"prompts": prompts}))
+    assert exit_code("check", file) == 2
+    assert f"convert it once: flowalign convert {file}" in capsys.readouterr().err
+    assert exit_code("convert", file) == 0
+    assert f"converted {file}" in capsys.readouterr().err
+    assert exit_code("check", file) == 0
+    assert "8 = 2 prompts x 4" in capsys.readouterr().out
+    assert exit_code("convert", file) == 0
+    assert f"{file} is up to date" in capsys.readouterr().err
+
+
+def test_what_cannot_be_converted_ends_in_exit_code_2(tmp_path, capsys):
+    assert exit_code("convert", tmp_path / "nowhere.yaml") == 2
+    assert "nowhere.yaml does not exist" in capsys.readouterr().err
