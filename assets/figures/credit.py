@@ -1,6 +1,6 @@
 """Keep a finished comparison as the figures of the README: JSON, PNG and the tables of the page.
 
-    flowalign compare configs/credit/shapes/{flow_grpo,...}.yaml --seeds 0 1 2 --out runs/credit
+    flowalign compare ... --out runs/credit     # the command in docs/results/credit_study.md
     python assets/figures/credit.py runs/credit
 
 Writes `credit.json`, `credit.png` and `credit.html` beside this script and prints the table.

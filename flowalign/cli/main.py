@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
-  flowalign compare configs/credit/shapes/{flow_grpo,dense_grpo}.yaml --seeds 0 1 2
+  flowalign compare configs/methods/{flow_grpo,dense_grpo}.yaml --base configs/models/shapes.yaml
   flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """

@@ -170,7 +170,7 @@ def credit(folder: Path) -> dict[str, Any]:
     for png in dict.fromkeys([*found[:1], *found[-1:]]):
         with contextlib.suppress(OSError), Image.open(png) as picture:
             shown.append((records[png], *_page(picture.convert("RGB"))))
-    return {"pictures": shown, "branches": shown[0][0]["origin"] is not None} if shown else {}
+    return {"pictures": shown, "branches": shown[0][0]["source_row"] is not None} if shown else {}
 
 
 def _page(picture: Image.Image) -> tuple[str, int]:

@@ -89,6 +89,8 @@ def convert_path(path: Path) -> list[Path]:
         return _convert_checkpoint(path)
     checkpoints = [file.parent for file in sorted(path.glob(f"checkpoints/step-*/{_MANIFEST}"))]
     changed = [file for folder in checkpoints for file in _convert_checkpoint(folder)]
+    for picture in sorted(path.glob("credit/step-*.png")):
+        changed += _convert_json(picture.with_suffix(".json"), _converted_credit)
     return changed + _convert_yaml(path / _CONFIG)
 
 
@@ -188,6 +190,11 @@ def _converted_loop(state: dict[str, Any], kind: str) -> dict[str, Any]:
         own = {"loss_state": state.get("carried", {})}
     rest = {key: value for key, value in state.items() if key not in ("carried", "multipliers")}
     return rest | {"loop": own}
+
+
+def _converted_credit(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of a credit chart with today's names."""
+    return _renamed(record, {"origin": "source_row"})
 
 
 def _measured(sizes: dict[str, int], folder: Path) -> dict[str, int]:

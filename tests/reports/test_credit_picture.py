@@ -321,7 +321,7 @@ def folder(tmp_path):
     made = fake_run(tmp_path / "run")
     (made / "credit").mkdir()
     for step in (0, 3, 9):
-        content = {"step": step, "prompt": "<b>a</b>", "origin": None}
+        content = {"step": step, "prompt": "<b>a</b>", "source_row": None}
         (made / "credit" / f"step-{step:06}.json").write_text(json.dumps(content))
         size = (60, 30) if step == 0 else (2400, 300)
         Image.new("RGB", size, "white").save(made / "credit" / f"step-{step:06}.png")
@@ -339,7 +339,7 @@ def test_the_report_shows_the_first_and_the_last_picture_legibly(folder):
 
 
 def test_the_report_explains_branches_in_other_words(folder):
-    content = {"step": 0, "prompt": "a", "origin": [[0, 0]]}
+    content = {"step": 0, "prompt": "a", "source_row": [[0, 0]]}
     (folder / "credit" / "step-000000.json").write_text(json.dumps(content))
     assert "samples that share a bar" in write_report(folder).read_text()
 

@@ -273,6 +273,17 @@ def test_a_run_directory_is_converted_with_its_checkpoints(tmp_path, settings, n
     assert new["recipe"]["class_path"] == (POLICY_GRADIENT if settings is ONLINE else MATCHING)
 
 
+def test_the_record_of_a_credit_chart_gets_todays_names(tmp_path):
+    folder = old_run(tmp_path / "run", ONLINE, carried={}, multipliers=None)
+    (folder / "credit").mkdir()
+    (folder / "credit" / "step-000002.png").write_bytes(b"")
+    record = folder / "credit" / "step-000002.json"
+    record.write_text('{"step": 2, "origin": [[0, 0], [0, 1]]}')
+    assert record in convert_path(folder)
+    assert json.loads(record.read_text()) == {"step": 2, "source_row": [[0, 0], [0, 1]]}
+    assert convert_path(folder) == []
+
+
 def test_a_run_directory_keeps_every_original_and_is_converted_once(tmp_path):
     run = old_run(tmp_path / "run", PREFERENCE, carried={}, multipliers=None)
     before = contents(run)

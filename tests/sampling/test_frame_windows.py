@@ -175,7 +175,7 @@ def _run(clip):
 
 def test_clips_are_refused_for_pictures():
     learner = new_learner()
-    with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*set it to null"):
+    with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*use null"):
         rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, TWO, 0, 0)
 
 

@@ -1,0 +1,122 @@
+"""Every code block of the documentation runs, or is marked and at least understood."""
+
+import importlib
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from flowalign.cli.messages import settings_of
+from flowalign.curation.clip_pairs import run as clip_pairs
+from flowalign.reward_training.run import load_run
+from flowalign.rewards.config import load_rewards
+from flowalign.runs import compare
+from flowalign.runs.config import load
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.doc_pages import (
+    NEEDS,
+    PAGES,
+    ROOT,
+    Command,
+    all_blocks,
+    blocks,
+    commands,
+    name_of,
+)
+from tests.fixtures.doc_runs import Desk, understood
+
+BASH, PYTHON, YAML = ([*all_blocks(language)] for language in ("bash", "python", "yaml"))
+COMMANDS = [command for block in BASH for command in commands(block)]
+LANGUAGES = {"bash", "python", "yaml", "text", "bibtex"}
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch):
+    desk = Desk(tmp_path, monkeypatch)
+    yield desk
+    desk.close()
+
+
+def test_every_block_has_a_language_and_a_known_marker():
+    for page in PAGES:
+        for block in blocks(page):
+            assert block.language in LANGUAGES, block.where
+            assert block.needs is None or block.needs in NEEDS, block.where
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_command_is_understood(command):
+    check = {"flowalign": _flowalign, "torchrun": _torchrun}.get(command.words[0], _other)
+    check(command)
+
+
+def _flowalign(command: Command) -> None:
+    words = command.words[1:]
+    if words == ["--help"]:
+        return
+    args = understood(words)
+    if command.block.needs:
+        _read_run_files(args)
+
+
+def _torchrun(command: Command) -> None:
+    at = command.words.index("flowalign")
+    assert command.words[at - 1] == "-m"
+    _read_run_files(understood(command.words[at + 1 :]))
+
+
+def _read_run_files(args) -> None:
+    if args.verb == "compare":
+        files = [[*args.base, *config.split("+")] for config in args.configs]
+        assert compare.read(compare.Request(files, args.overrides, args.seeds, ROOT / args.out))
+    elif args.verb == "clip-pairs":
+        clip_pairs.load(args.config, args.overrides)
+    elif args.verb == "reward" and args.action == "train":
+        load_run(args.config, args.overrides)
+    elif args.verb in ("score", "serve-reward"):
+        assert load_rewards(args.rewards)[0]
+    elif args.verb in ("train", "eval", "sample", "check", "bench"):
+        try:
+            load(*settings_of(args))
+        except ConfigError as error:
+            assert re.search(r"recipe\.data: '\S+' does not exist", str(error)), error
+
+
+def _other(command: Command) -> None:
+    program, *words = command.words
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif program == "python":
+        assert (ROOT / words[0]).is_file()
+    elif program == "pip":
+        extras = re.findall(r"\[([\w,-]+)\]", " ".join(words))
+        assert {e for some in extras for e in some.split(",")} <= {*project["optional-dependencies"]}
+    else:
+        assert command.words in (["source", ".venv/bin/activate"],), command
+
+
+@pytest.mark.parametrize("block", YAML, ids=lambda block: block.where)
+def test_every_run_file_that_is_shown_names_classes_that_exist(block):
+    for path in re.findall(r"class_path: ([\w.]+)", block.code):
+        module, _, name = path.rpartition(".")
+        if not module.startswith("my_"):
+            assert hasattr(importlib.import_module(module), name), f"{block.where}: {path}"
+    assert yaml.safe_load(block.code)
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.where)
+def test_every_python_block_is_python(block):
+    compile(block.code, block.where, "exec")
+    if block.file and (ROOT / block.file).exists():
+        _, shown = block.code.split("    ...\n")
+        assert (ROOT / block.file).read_text().endswith(shown), "a file of the package, shown as it ends"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name_of)
+def test_the_code_of_a_page_runs(page, desk):
+    for block in blocks(page):
+        desk.run(block)
