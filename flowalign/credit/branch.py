@@ -91,7 +91,7 @@ class Branch(CreditEstimator):
         if not (trajectory.group_size > 1 and _branches(group, mask)):
             raise ValueError(
                 "credit by branches needs samples that share states: set recipe.sampling.branching "
-                "to flowalign.sampling.branching.Comb or Tree,\n"
+                "to flowalign.sampling.Comb or Tree,\n"
                 "or recipe.sampling.seeds_per_prompt to 1"
             )
         if self.compare == "depth":

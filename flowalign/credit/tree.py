@@ -17,7 +17,7 @@ class LeafAdvantage(CreditEstimator):
     """Each transition earns the mean advantage of the leaves below it, compared per prompt.
 
     Branch compares transitions of equal depth instead. Credit by trees needs a `sampling.branching`
-    of flowalign.sampling.branching.Tree, and advantage_scale given.
+    of flowalign.sampling.Tree, and advantage_scale given.
     """
 
     beta: float | None = None
@@ -29,7 +29,7 @@ class LeafAdvantage(CreditEstimator):
         if bool((trajectory.trained == (trajectory.eta > 0).cpu()).all()):
             raise ValueError(
                 "credit by trees needs samples that share transitions: set "
-                "recipe.sampling.branching to flowalign.sampling.branching.Tree"
+                "recipe.sampling.branching to flowalign.sampling.Tree"
             )
         outcome, prompt = values([trajectory.num_steps])[:, 0], per_prompt_and_step(trajectory)
         advantage = compared(outcome, prompt[:, -1])

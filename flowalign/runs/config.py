@@ -186,9 +186,16 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     return Loaded(run, text, composed.origins | dict.fromkeys(given, "command line"))
 
 
+class _Parser(ArgumentParser):
+    """Takes no abbreviated names, in the parsers of components neither, which are made of it."""
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
+
+
 @cache
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="flowalign train", exit_on_error=False, allow_abbrev=False)
+    parser = _Parser(prog="flowalign train", exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Run, None, fail_untyped=True)
     return parser

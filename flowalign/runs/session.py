@@ -52,9 +52,9 @@ class Session:
     messages: Messages
     """Log of the loop, shown above the progress bar."""
     seconds_before: float = 0.0
-    """Seconds spent before this process resumed the run."""
+    """Training time in seconds before `started`: of the resumed run, and of opening the loop."""
     started: float = 0.0
-    """Start of training on the clock of `time.perf_counter`, moved on by pauses."""
+    """Start of the steps on the clock of `time.perf_counter`, moved on by pauses."""
     before: dict[str, float] | None = None
     """Metrics of the evaluation before training; None without evaluation."""
     first_step: int = 0
@@ -90,7 +90,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     if processes.is_main:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         _write_config(folder / "config.yaml", config)
-    started = time.perf_counter()
+    before_opening = time.perf_counter()
     loop = run.recipe.open(run.context(rewards), learner, folder, messages)
     session = Session(
         run,
@@ -103,7 +103,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
         costs,
         log,
         messages,
-        started=started,
+        seconds_before=time.perf_counter() - before_opening,  # what the loop encodes is training
     )
     if resume:
         _resume(session, resume)
@@ -116,6 +116,7 @@ def train(session: Session) -> dict[str, Any]:
     tracker = (
         Tracker(session.folder, run.trackers, first or None) if session.processes.is_main else None
     )
+    session.started = time.perf_counter()
     if not first:
         session.before = _evaluate(session, tracker, 0)
     steps = range(first, run.num_steps)
@@ -186,7 +187,7 @@ def _resume(session: Session, resume: Path) -> None:
     if session.processes.is_main:  # the checkpoint holds the sum over processes
         for name, value in state["costs"].items():
             setattr(session.costs, name, getattr(session.costs, name) + value)
-    session.seconds_before = state["seconds"]
+    session.seconds_before += state["seconds"]
     session.before, session.first_step = state["before"], state["step"]
     session.log(f"resumed {resume} after {state['step']} steps")
 

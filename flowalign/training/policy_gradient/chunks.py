@@ -58,7 +58,7 @@ def check_chains(trajectory: Trajectory) -> None:
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
         raise ValueError(
             "algorithm.chunk_sizes needs samples that are noisy at the same steps, each by itself: "
-            "set it to null, or recipe.sampling.branching to flowalign.sampling.branching.Chain"
+            "set it to null, or recipe.sampling.branching to flowalign.sampling.Chain"
         )
 
 
