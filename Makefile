@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench venv
+.PHONY: help demo test lint bench docs venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-6s %s\n", $$1, $$2 }'
@@ -31,6 +31,9 @@ lint: $(STAMP) ## ruff, pyright and the import contracts
 
 bench: $(STAMP) ## time the stages of a step against bare network evaluations
 	$(BIN)/flowalign bench configs/shapes.yaml
+
+docs: $(STAMP) ## build the documentation site into build/docs, strictly
+	$(BIN)/properdocs build --config-file docs/site/properdocs.yml
 
 venv: $(STAMP) ## make .venv with everything for development
 

@@ -1,10 +1,17 @@
 """One thread: the suite must give the same numbers on every machine, and its tensors are tiny."""
 
+import atexit
 import gc
 
+import pytest
 import torch
 
+pytest.register_assert_rewrite("tests.fixtures")
+
+from tests.fixtures import annotations  # noqa: E402
+
 torch.set_num_threads(1)
+annotations.install("flowalign", "reward_models", "pipelines")
 gc.disable()
 
 
@@ -12,7 +19,8 @@ def pytest_collection_finish(session):
     """What was imported is no garbage: looking through it again and again takes a tenth of all."""
     gc.enable()
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
-def pytest_unconfigure(config):
-    gc.unfreeze()
+def pytest_runtest_setup(item):
+    annotations.begin_test()

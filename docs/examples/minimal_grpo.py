@@ -21,6 +21,7 @@ Step-level credit is one line away: replace `Outcome()` by `Gain()`.
 
 import argparse
 import time
+from functools import partial
 
 import torch
 
@@ -88,9 +89,7 @@ for step in range(args.steps):
 
     # trajectory -> values -> credit. `Outcome` asks for the value of the last state alone, which
     # is the reward of the finished image; earlier states would be completed by `complete`.
-    def finish(requests, trajectory=trajectory):
-        return complete(policy, trajectory, requests, micro_batch=96)
-
+    finish = partial(complete, policy, trajectory, micro_batch=96)
     values = CompletionValues(policy, rewards, trajectory, finish, Completion(), micro_batch=96)
     credit = credit_method(trajectory, values)  # value [B, T, R], group [B, T], mask [B, T]
 

@@ -16,7 +16,14 @@ from flowalign.training.policy_gradient.rollouts import completion_values, rollo
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.types import RewardOutput
 from flowalign.utils.costs import Costs
-from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.credit_rollouts import (
+    THREE,
+    blind_rewards,
+    moving_learner,
+    setting,
+    values_by_hand,
+)
+from tests.fixtures.pixel import Redness
 from tests.fixtures.training import (
     Given,
     credited,
@@ -27,25 +34,8 @@ from tests.fixtures.training import (
     train,
 )
 
-THREE = ["a", "bb", "ccc"]
 DENSE = [Gain(), NextValue(), TurningPoint(), TurningPoint(balance=False), Discounted(0.8)]
 EVERY = [*DENSE, Outcome()]
-
-
-def moving_learner():
-    """A policy whose ODE bends, so that a state's value cannot be read off its outcome."""
-    learner = new_learner(PixelPolicy(seed=4))
-    with torch.no_grad():
-        noise = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
-        learner.policy.denoiser[-1].weight.add_(noise)
-    return learner
-
-
-def setting(credit, window=None, num_steps=5, **recipe):
-    """A recipe, a learner and one trajectory of twelve samples."""
-    sampling = {"num_steps": num_steps, "sde_window": window or AllButLast()}
-    cfg, learner = new_recipe(sampling, credit=credit, **recipe), moving_learner()
-    return cfg, learner, rollout(cfg, learner, THREE, 0, 0)
 
 
 def whole(cfg, learner):
@@ -53,44 +43,6 @@ def whole(cfg, learner):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Settings, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
         return rollout(cfg, learner, THREE, 0, 0)
-
-
-@torch.no_grad()
-def picture(policy, trajectory, k):
-    """Where the ODE ends from state k, one Euler step after another."""
-    x, sigmas = trajectory.state(k), trajectory.sigmas
-    cond = {name: c.repeat_interleave(4, 0) for name, c in trajectory.cond.items()}
-    for i in range(k, trajectory.num_steps):
-        x = x + (sigmas[i + 1] - sigmas[i]) * policy.velocity(x, sigmas[i], cond)
-    return policy.decode(x)
-
-
-def values_by_hand(policy, trajectory):
-    """Redness of every state, B x S."""
-    media = [picture(policy, trajectory, k) for k in range(trajectory.num_steps + 1)]
-    return torch.stack([m[:, 0, 0, 0, 0] - m[:, 0, 2, 0, 0] for m in media], 1)
-
-
-class Blind(Redness):
-    """Redness that cannot see certain pictures."""
-
-    def __init__(self, *pictures):
-        super().__init__()
-        self.pictures = torch.stack(pictures)
-
-    def score(self, batch):
-        output = super().score(batch)
-        apart = (batch.media[:, None] - self.pictures).abs().flatten(2).amax(2)
-        bad = {int(i): "unseen" for i in (apart < 1e-5).any(1).nonzero()}
-        return RewardOutput.build(self.spec, output.values, bad)
-
-
-def blind_rewards(learner, trajectory, on_failure, *failed):
-    """Rewards that fail for the given (sample, state) only."""
-    rewards = new_rewards(on_failure)
-    pictures = [picture(learner.policy, trajectory, k)[b] for b, k in failed]
-    rewards.models = [Blind(*pictures)]
-    return rewards
 
 
 def trained(batch):

@@ -30,7 +30,7 @@ from flowalign.training.policy_gradient.credit_record import (
 )
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
-from tests.credit.test_credit_in_rollouts import (
+from tests.fixtures.credit_rollouts import (
     THREE,
     blind_rewards,
     moving_learner,
@@ -38,6 +38,7 @@ from tests.credit.test_credit_in_rollouts import (
     values_by_hand,
 )
 from tests.fixtures.fake_run import fake_run
+from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import (
     PROMPTS,
     Watching,
@@ -47,7 +48,6 @@ from tests.fixtures.training import (
     new_recipe,
     new_rewards,
 )
-from tests.training.test_checkpoint import go, new_run
 
 HEADING = "<h2>What each step earned</h2>"
 

@@ -19,14 +19,12 @@ from safetensors.torch import load_file
 
 from flowalign.reports import run_report as report
 from flowalign.runs import session as runs
-from flowalign.runs.config import Ema, Run
-from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
-from flowalign.training.policy_gradient.settings import Settings
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import ALONE, PROMPTS, as_recipe, flat, new_learner, new_recipe, train
+from tests.fixtures.small_run import go, new_run
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 
 @pytest.fixture(autouse=True)
@@ -51,33 +49,6 @@ class Mortal(Redness):
         if self.left < 0:
             raise Killed
         return super().score(batch)
-
-
-def new_run(folder: Path, recipe: Settings | None = None, **changes) -> Run:
-    """Five steps on pixels with all that carries state: moments, EMA, schedule, random window."""
-    prompts = folder.parent / "prompts.txt"
-    prompts.write_text("\n".join(PROMPTS))
-    if recipe is None:
-        recipe = new_recipe({"sde_window": Random(2, 0, 3)}, updates_per_step=2, micro_batch=5)
-    defaults = {
-        "policy": PixelPolicy(),
-        "rewards": [Redness()],
-        "reward_weights": {"redness": 1.0},
-        "num_steps": 5,
-        "output_dir": str(folder),
-        "threads": 1,
-        "seed": 4,
-        "recipe": as_recipe(recipe, prompts),
-        "optimizer": Optimizer(learning_rate=1e-2, warmup=3, decay="cosine"),
-        "ema": Ema(decay=0.6, every=2),
-        "checkpoints": Checkpoints(every=1),
-        "device": "cpu",
-    }
-    return Run(**defaults | changes)
-
-
-def go(run: Run, resume: Path | None = None) -> dict:
-    return runs.train(runs.start(run, "config: 1\n", lambda _: None, resume))
 
 
 def state(folder: Path, step: int) -> dict[str, torch.Tensor]:

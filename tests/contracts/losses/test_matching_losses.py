@@ -7,39 +7,9 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from flowalign.losses.matching.dense_dpo import DenseDPO
-from flowalign.losses.matching.dpo import DPO, AutoBeta
-from flowalign.losses.matching.kto import KTO
-from flowalign.losses.matching.linear_dpo import LinearDPO
-from flowalign.losses.matching.links import IPO, Hinge, Sigmoid
-from flowalign.losses.matching.local_dpo import LocalDPO
-from flowalign.losses.matching.mapo import MaPO
-from flowalign.losses.matching.rwr import RWR
-from flowalign.losses.matching.safeguard import Safeguard
-from flowalign.losses.matching.sft import SFT
 from flowalign.types import Examples, LossContext, Residuals
+from tests.fixtures.matching_losses import LOSSES
 
-LOSSES = {
-    "dpo": DPO(beta=2.0),
-    "dpo_auto": DPO(beta=AutoBeta(low=0.5, high=3.0)),
-    "dpo_smooth": DPO(beta=2.0, link=Sigmoid(smoothing=0.1)),
-    "dpo_hinge": DPO(beta=2.0, link=Hinge()),
-    "dpo_ipo": DPO(beta=0.5, link=IPO()),
-    "modpo": DPO(beta=2.0, margin={"text": 0.4}, margin_weight=0.7),
-    "linear_dpo": LinearDPO(beta=2.0),
-    "safeguard": Safeguard(inner=DPO(beta=2.0), mu=0.5),
-    "safeguard_batch": Safeguard(inner=LinearDPO(beta=2.0), mu=0.5, per="batch"),
-    "safeguard_mapo": Safeguard(inner=MaPO(scale=3.0), mu=0.5),
-    "mapo": MaPO(scale=3.0),
-    "dense_dpo": DenseDPO(beta=2.0),
-    "local_dpo": LocalDPO(beta=2.0),
-    "kto": KTO(beta=2.0),
-    "kto_loss_averse": KTO(beta=2.0, utility="loss_averse", desirable_weight=1.5),
-    "kto_risk_seeking": KTO(beta=2.0, utility="risk_seeking"),
-    "rwr": RWR(rewards={"text": 1.3}),
-    "sft": SFT(),
-    "sft_all": SFT(on="all"),
-}
 every = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 
 PAIRED = {k: v for k, v in LOSSES.items() if v.requirements.paired}

@@ -7,7 +7,6 @@ from diffusers import CogVideoXDDIMScheduler, CogVideoXDPMScheduler
 from flowalign.functional.diffusion import flow_velocity, norm
 from flowalign.functional.matching import per_row
 from pipelines.cogvideox import LORA, CogVideoX
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -19,7 +18,7 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise
+from tests.fixtures.families import Family, assert_one_time_per_row, noise
 from tests.fixtures.tiny_video_others import build_cogvideox, of_clips
 
 globals().update(contract())

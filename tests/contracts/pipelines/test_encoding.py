@@ -7,26 +7,7 @@ from assets.shapes.world import render
 from pipelines.encoding import covering
 from pipelines.sdxl import SDXL
 from tests.fixtures.embedded import new_sd3
-from tests.fixtures.families import noise
-
-
-def rows(cond, i) -> dict:
-    return {name: value[i : i + 1] for name, value in cond.items()}
-
-
-def assert_one_time_per_row(policy, prompts) -> None:
-    """Rows of different times are the rows alone, and equal times are one time for all."""
-    prompts = [*prompts, "a white circle"]
-    cond, x = policy.encode(prompts), noise(policy, 3)
-    sigma = torch.tensor([0.2, 0.55, 0.9])
-    with torch.no_grad():
-        together = policy.velocity(x, sigma, cond)
-        for i in range(3):
-            alone = policy.velocity(x[i : i + 1], sigma[i], rows(cond, i))
-            torch.testing.assert_close(together[i : i + 1], alone, atol=2e-5, rtol=2e-5)
-        same = policy.velocity(x, torch.full((3,), 0.55), cond)
-        assert torch.equal(same, policy.velocity(x, torch.tensor(0.55), cond))
-    assert ((same - together).flatten(1).abs().amax(1) > 1e-4).tolist() == [True, False, True]
+from tests.fixtures.families import assert_one_time_per_row, noise
 
 
 def test_rows_of_different_times_are_the_rows_alone(family, plain):

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 
 from pipelines.hunyuan import HunyuanVideo
 from pipelines.weights import Lora
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -21,7 +20,7 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, noise, ours
+from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
 from tests.fixtures.tiny_video_others import build_hunyuan, of_clips
 
 globals().update(contract())

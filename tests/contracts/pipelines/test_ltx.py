@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 from pipelines.ltx import LORA, LTX
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.clips import (
     PROMPTS,
     assert_official_clips,
@@ -20,7 +19,7 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, noise, ours
+from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
 from tests.fixtures.tiny_video_others import build_ltx, of_clips
 
 globals().update(contract())

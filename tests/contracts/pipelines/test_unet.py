@@ -14,9 +14,14 @@ from pipelines.sdxl import SDXL
 from pipelines.unet import LORA
 from tests.contracts.pipelines import test_encoding as test_policy_encoding
 from tests.contracts.pipelines import test_policies
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_official, noise, unet_family
+from tests.fixtures.families import (
+    Family,
+    assert_official,
+    assert_one_time_per_row,
+    noise,
+    unet_family,
+)
 from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, build_sdxl, new_sd15, new_sdxl
 
 PROMPTS = ("a red ball", "two cats on a sofa")

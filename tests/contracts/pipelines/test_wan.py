@@ -10,9 +10,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler, 
 from safetensors.torch import load_file
 
 from pipelines.wan import Wan
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, noise
+from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise
 from tests.fixtures.tiny_video import (
     PICTURES,
     RECORDED,

@@ -11,9 +11,8 @@ from diffusers import WanPipeline
 from pipelines import base
 from pipelines.wan22 import Experts, Wan22
 from pipelines.weights import Lora
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row, rows
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise
+from tests.fixtures.families import Family, assert_one_time_per_row, noise, rows
 from tests.fixtures.tiny_video import (
     PICTURES,
     assert_official_film,

@@ -7,9 +7,8 @@ import torch
 from PIL import Image
 
 from pipelines.wan_i2v import WanI2V, cropped, pictures
-from tests.contracts.pipelines.test_encoding import assert_one_time_per_row
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, noise
+from tests.fixtures.families import Family, assert_one_time_per_row, noise
 from tests.fixtures.tiny_video import (
     PICTURES,
     assert_official_film,

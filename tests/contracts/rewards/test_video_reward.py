@@ -12,9 +12,13 @@ from flowalign.types import MediaBatch
 from reward_models import video_reward
 from reward_models.pixels import resized
 from reward_models.video_reward import PUBLISHED, VideoReward, merged
-from tests.contracts.rewards.test_qwen2_vl import check_small_steps
 from tests.fixtures.golden import GOLDEN, load
-from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+from tests.fixtures.reward_contract import (
+    check_contract,
+    check_fingerprints,
+    check_small_steps,
+    example_batch,
+)
 
 torch.set_num_threads(1)
 FOLDER = GOLDEN / "H_videoreward"

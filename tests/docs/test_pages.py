@@ -1,0 +1,124 @@
+"""Pages are complete, linked, and true about the names that they mention."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowalign import __version__
+from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, name_of
+
+CONFIG = DOCS / "site" / "properdocs.yml"
+README_LINES = 150
+PACKAGES = ("flowalign", "pipelines", "reward_models")
+IN_HOUSE = (
+    "closed circle|dear|dearer|lots? of|thumbs|silent T5|tails?|walkers?|walks? with the rollout|"
+    "judged samples|hushed|coins|workshop|minibatches\\.Rollout|prompts_at_once|alarm|state_dtype|"
+    "flowalign\\.(algorithms|windows|branching|clips|preference|trajectory|recipe|judging|online)|"
+    "preference_types|reward_types"
+)
+_LINK = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_CODE = re.compile(r"`([^`\n]+)`")
+_PATH = re.compile(r"(configs|assets|tests|docs|flowalign|pipelines|reward_models)/[\w./-]*\w/?")
+_DOTTED = re.compile(r"(flowalign|pipelines|reward_models)(\.\w+)+")
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCED.sub("", page.read_text(encoding="utf-8"))
+
+
+def entries(nav: object) -> list[str]:
+    """The pages of a navigation, in order."""
+    if isinstance(nav, str):
+        return [nav]
+    values = nav.values() if isinstance(nav, dict) else nav
+    return [page for value in values for page in entries(value)]
+
+
+NAVIGATION = entries(yaml.safe_load(CONFIG.read_text())["nav"])
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and the site give a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+    return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", text).strip())
+
+
+def test_the_readme_has_at_most_150_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_the_citation_names_the_version_of_the_package():
+    assert f"version = {{{__version__}}}" in (ROOT / "README.md").read_text()
+
+
+def test_every_page_is_in_the_navigation_once():
+    assert sorted(NAVIGATION) == sorted(name_of(page)[5:] for page in PAGES[1:])
+
+
+def test_the_navigation_begins_with_what_a_newcomer_reads():
+    rooms = list(dict.fromkeys(page.split("/")[0] for page in NAVIGATION))
+    assert rooms == [
+        *("index.md", "install.md", "quickstart.md", "concepts", "tutorials", "guides", "models"),
+        *("papers.md", "results", "reference", "decisions", "examples", "contributing.md"),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_relative_link_resolves(page):
+    for link in _LINK.findall(prose(page)):
+        path, _, anchor = link.partition("#")
+        if re.match(r"\w+:", link):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        if anchor:
+            assert anchor in map(slug, _HEADING.findall(prose(target))), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_pages_use_the_words_of_the_field(page):
+    found = re.findall(rf"\b(?:{IN_HOUSE})\b", prose(page), re.IGNORECASE)
+    assert not found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_a_page_names_exist(page):
+    for code in _CODE.findall(prose(page)):
+        if _PATH.fullmatch(code):
+            assert (ROOT / code).exists(), code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_modules_and_classes_that_a_page_names_exist(page):
+    for code in _CODE.findall(prose(page)):
+        if _DOTTED.fullmatch(code):
+            assert known(code), code
+
+
+def known(dotted: str) -> bool:
+    """Whether a dotted name leads to a module, or to a name that its module holds."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        path, rest = ROOT.joinpath(*parts[:length]), parts[length:]
+        source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if source.is_file():
+            return all(re.search(rf"\b{name}\b", source.read_text()) for name in rest)
+    return False
+
+
+def test_every_folder_of_the_package_has_a_page_of_its_docstrings():
+    folders = {p.parent.name for p in (ROOT / "flowalign").glob("*/__init__.py")}
+    pages = {page.stem for page in (DOCS / "reference" / "api").glob("*.md")}
+    assert pages == folders | {"pipelines", "reward_models", "index"}
+
+
+def test_every_decision_is_listed():
+    listed = (DOCS / "decisions" / "index.md").read_text()
+    numbered = sorted((DOCS / "decisions").glob("[0-9]*.md"))
+    assert [int(page.name[:4]) for page in numbered] == list(range(1, len(numbered) + 1))
+    assert all(page.name in listed for page in numbered)

@@ -1,0 +1,75 @@
+"""The documentation site builds without a warning, and would not build with a fault."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.fixtures.doc_pages import DOCS
+
+pytestmark = pytest.mark.slow
+CONFIG = DOCS / "site" / "properdocs.yml"
+PAGE = "# Title\n\n[other](other.md)\n"
+
+
+def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "properdocs", "build", "-f", config, "-d", out],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_site_builds_strictly_with_figures_and_docstrings(tmp_path):
+    done = build(CONFIG, tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    site = tmp_path / "site"
+    assert 'src="../assets/figures/demo.png"' in (site / "results" / "demo.html").read_text()
+    assert (site / "assets" / "figures" / "demo.png").is_file()
+    assert "flowalign.credit.Gain" in (site / "reference" / "api" / "credit.html").read_text()
+    assert "zero_grad" in (site / "examples" / "index.html").read_text()
+    assert "Needs a GPU." in (site / "models" / "wan.html").read_text()
+
+
+def small_site(folder: Path, pages: dict[str, str], nav: list[str]) -> Path:
+    """A site with the settings of ours and a few pages."""
+    settings = yaml.safe_load(CONFIG.read_text())
+    (folder / "docs").mkdir()
+    for name, text in pages.items():
+        (folder / "docs" / name).write_text(text)
+    del settings["hooks"], settings["exclude_docs"], settings["extra_css"]
+    handler = settings["plugins"][-1]["mkdocstrings"]["handlers"]["python"]
+    settings |= {"docs_dir": "docs", "nav": nav}
+    handler["paths"] = [str(DOCS.parent)]
+    (folder / "properdocs.yml").write_text(yaml.safe_dump(settings))
+    return folder / "properdocs.yml"
+
+
+FAULTS = {
+    "none": ({}, ["index.md", "other.md"]),
+    "a link to no page": ({"index.md": "[gone](gone.md)"}, ["index.md", "other.md"]),
+    "a link to no heading": ({"index.md": "[gone](other.md#gone)"}, ["index.md", "other.md"]),
+    "an image that is missing": ({"index.md": "![gone](gone.png)"}, ["index.md", "other.md"]),
+    "a page outside the navigation": ({}, ["index.md"]),
+    "a navigation to no page": ({}, ["index.md", "other.md", "gone.md"]),
+    "an object that does not exist": (
+        {"other.md": "::: flowalign.credit.gone"},
+        ["index.md", "other.md"],
+    ),
+    "a reference to no object": (
+        {"other.md": "[x][flowalign.types.Gone]"},
+        ["index.md", "other.md"],
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_pages_fails_the_build(fault, tmp_path):
+    changes, nav = FAULTS[fault]
+    pages = {"index.md": PAGE, "other.md": "# Other\n"} | changes
+    done = build(small_site(tmp_path, pages, nav), tmp_path / "site")
+    assert (done.returncode == 0) == (fault == "none"), done.stderr
