@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench docs venv
+.PHONY: help demo quick test lint bench docs venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-6s %s\n", $$1, $$2 }'
@@ -19,11 +19,14 @@ help: ## list the targets
 demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
 	$(BIN)/flowalign demo
 
-test: lint ## lint, unit tests, then the end-to-end runs
+quick: $(STAMP) ## tests of the functional core, credit and losses, about 20 seconds
+	$(BIN)/pytest $(SPREAD) -q tests/functional tests/credit tests/losses
+
+test: lint ## lint, unit tests, then the end-to-end runs, 20 minutes
 	$(BIN)/pytest $(SPREAD)
 	$(BIN)/pytest $(SPREAD) -m 'slow and not gpu'
 
-lint: $(STAMP) ## ruff, pyright and the import contracts
+lint: $(STAMP) ## ruff, pyright and the import contracts, a minute
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

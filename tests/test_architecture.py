@@ -1,6 +1,7 @@
 """Budgets that keep the code base readable. Raise one only in a commit that says why."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,28 @@ def test_the_measure_finds_what_is_too_large():
     ]
     assert over_budget("x = 1\n" * 301) == ["file: 301 lines"]
     assert over_budget("def fine(self, a, b, c, d, e, f, g, h): ...\n") == []
+
+
+def test_every_module_lies_in_a_room():
+    assert {p.name for p in (ROOT / "flowalign").glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_code_asks_which_kind_of_run_it_has(path):
+    assert (
+        re.findall(r"isinstance\(\s*(?:\w+\.)*run\s*,|isinstance\([^()]*\bRun\b", path.read_text())
+        == []
+    )
+
+
+def test_test_modules_share_only_fixtures():
+    """What two test modules share is a fixture; contracts are run on further families by name."""
+    contracts = {"tests.contracts.pipelines"}
+    for path in (ROOT / "tests").rglob("*.py"):
+        found = re.findall(
+            r"^from (tests[\w.]*) import .*\btest_|^from (tests[\w.]*\.test_\w+)",
+            path.read_text(),
+            re.M,
+        )
+        shared = {a or b for a, b in found} - contracts - {"tests.test_architecture"}
+        assert shared == set(), path

@@ -1,4 +1,4 @@
-"""Hooks of the documentation site: what the pages show of files that lie outside `docs/`."""
+"""Hooks of the documentation site: figures and code that pages show, and what a block needs."""
 
 import re
 from pathlib import Path
@@ -11,6 +11,8 @@ FIGURES = DOCS.parent / "assets" / "figures"
 _FIGURE_LINK = re.compile(r"\]\((?P<up>(?:\.\./)*)\.\./assets/figures/")
 _INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 _NEEDS = re.compile(r"^<!-- (needs|takes): (.+) -->$", re.MULTILINE)
+_CELL = re.compile(r"<td>.*?</td>", re.DOTALL)
+_NAME = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
 _NEEDED = {
     "gpu": "Needs a GPU.",
     "hub": "Needs the model from the hub, or from a local folder.",
@@ -34,6 +36,15 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     folder = (DOCS / page.file.src_uri).parent
     markdown = _INCLUDE.sub(lambda found: _code(folder / found[1]), markdown)
     return _NEEDS.sub(lambda found: f"*{_note(found[1], found[2])}*\n", markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let long names in tables break after their parts, and nowhere else."""
+    return _CELL.sub(lambda cell: _NAME.sub(_breakable, cell[0]), html)
+
+
+def _breakable(name: re.Match[str]) -> str:
+    return re.sub(r"(?<=\w)([./_])(?=\w)", r"\1<wbr>", name[0])
 
 
 def _code(path: Path) -> str:

@@ -1,97 +1,91 @@
-"""Components that code blocks of the README define train when a run file names them."""
+"""The components that docs/contributing.md shows are what it says: they train, or are the file."""
 
 import importlib
-import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from flowalign.distributed.processes import Processes
-from flowalign.reports import run_report as report
+from flowalign.reports import run_report
+from flowalign.runs import start, train
 from flowalign.runs.config import load
-from flowalign.training.policy_gradient import credit_record as credit_picture
+from flowalign.training.policy_gradient import credit_record
+from flowalign.types import Examples, Residuals
+from tests.fixtures.doc_pages import DOCS, ROOT, blocks
 
-README = Path(__file__).parents[2] / "README.md"
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(monkeypatch):
-    """Every run ends with a report; other tests draw its charts and its pictures of credit."""
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
-    monkeypatch.setattr(credit_picture, "draw", lambda *_: None)
-
-
-def block(module: str) -> str:
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    return next(b for b in blocks if b.startswith(f"# {module}.py"))
+SHOWN = {block.file: block.code for block in blocks(DOCS / "contributing.md") if block.file}
 
 
 @pytest.fixture
-def write_module(tmp_path, monkeypatch):
+def written(tmp_path, monkeypatch):
+    """Write a module that the page shows, and import it."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def write(name: str):
-        (tmp_path / f"{name}.py").write_text(block(name))
-        sys.modules.pop(name, None)
+        (tmp_path / f"{name}.py").write_text(SHOWN[f"{name}.py"])
+        monkeypatch.delitem(sys.modules, name, raising=False)
         return importlib.import_module(name)
 
     return write
 
 
-def train_pixels(tmp_path: Path, changes: dict) -> dict:
-    from flowalign.runs import session as runs
-
+def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
+    """Two steps of two prompts with five samples each; other tests draw reports."""
+    monkeypatch.setattr(run_report, "chart", lambda _: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(credit_record, "draw", lambda *_: None)
+    (folder / "prompts.txt").write_text("a\nbb\n")
+    arguments = {
+        "prompts": str(folder / "prompts.txt"),
+        "prompts_per_step": 2,
+        "sampling": {"num_steps": 4, "samples_per_prompt": 5},
+    }
     content = {
         "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
         "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
         "reward_weights": {"redness": 1.0},
-        "prompts": str(tmp_path / "prompts.txt"),
         "num_steps": 2,
         "recipe": {
-            "prompts_per_step": 2,
-            "sampling": {"num_steps": 4, "samples_per_prompt": 5},
-            "algorithm": {"class_path": "flowalign.losses.policy_gradient.grpo.GRPO"},
+            "class_path": "flowalign.training.PolicyGradient",
+            "init_args": arguments | recipe,
         },
         "device": "cpu",
-        "output_dir": str(tmp_path / "run"),
-    } | changes
-    (tmp_path / "prompts.txt").write_text("a\nbb\n")
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
-    run, text = load(str(tmp_path / "run.yaml"))
-    session = runs.start(run, text, lambda _: None)
-    assert isinstance(session.processes, Processes)
-    return runs.train(session)
-
-
-def test_the_credit_method_of_the_readme_trains(tmp_path, write_module):
-    write_module("my_credit")
-    recipe = {
-        "prompts_per_step": 2,
-        "sampling": {"num_steps": 4, "samples_per_prompt": 5},
-        "credit": {"class_path": "my_credit.Merit"},
-        "algorithm": {"class_path": "flowalign.losses.policy_gradient.grpo.GRPO"},
+        "output_dir": str(folder / "run"),
     }
-    summary = train_pixels(tmp_path, {"recipe": recipe})
+    (folder / "run.yaml").write_text(yaml.safe_dump(content | changes))
+    run, settings = load(str(folder / "run.yaml"))
+    return train(start(run, settings, lambda _: None))
+
+
+def test_the_credit_method_that_is_shown_trains(tmp_path, monkeypatch, written):
+    written("my_credit")
+    summary = train_pixels(tmp_path, monkeypatch, {"credit": {"class_path": "my_credit.Merit"}})
     assert summary["reward_calls"] == 2 * 10 * 4  # four states of ten samples, in two steps
 
 
-def test_the_reward_of_the_readme_trains(tmp_path, write_module):
-    write_module("my_reward")
-    summary = train_pixels(
-        tmp_path,
-        {"rewards": [{"class_path": "my_reward.Warmth"}], "reward_weights": {"warmth": 1.0}},
-    )
-    assert summary["steps"] == 2
+def test_the_reward_that_is_shown_trains(tmp_path, monkeypatch, written):
+    written("my_reward")
+    rewards = {"rewards": [{"class_path": "my_reward.Warmth"}], "reward_weights": {"warmth": 1.0}}
+    assert train_pixels(tmp_path, monkeypatch, {}, **rewards)["steps"] == 2
 
 
-def test_the_pipeline_of_the_readme_is_the_end_of_its_file():
+def test_the_loss_that_is_shown_wants_winners_matched_better(written):
+    residuals = torch.tensor([[0.4], [0.6], [0.5], [0.1]]).requires_grad_()  # winners, then losers
+    weight = torch.tensor([1.0, 2.0, 1.0, 2.0])
+    batch = Examples(residuals.detach(), {}, True, weight, torch.tensor([1, 1, 0, 0]).bool())
+    loss, _ = written("my_loss").Hinge(gap=0.1).loss(Residuals(residuals), batch)
+    assert loss.item() == pytest.approx((1 * (0.1 + 0.16 - 0.25) + 2 * (0.1 + 0.36 - 0.01)) / 2)
+    loss.backward()
+    assert residuals.grad is not None
+    assert (residuals.grad[:2] > 0).all()
+    assert (residuals.grad[2:] < 0).all()
+
+
+def test_the_pipeline_that_is_shown_is_the_end_of_its_file():
     """tests/contracts compares that file with the official pipeline."""
-    shown = re.search(r"```python\n# pipelines/flux1\.py .*?\n(.*?)```", README.read_text(), re.S)
-    assert shown
-    heading, methods = shown[1].split("    ...\n")
-    source = (README.parent / "pipelines" / "flux1.py").read_text()
+    heading, methods = SHOWN["pipelines/flux1.py"].partition("\n")[2].split("    ...\n")
+    source = (ROOT / "pipelines" / "flux1.py").read_text()
     assert heading in source
     assert source.endswith(methods)
     assert methods.count("    def ") == 5

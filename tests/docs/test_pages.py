@@ -1,5 +1,7 @@
 """Pages are complete, linked, and true about the names that they mention."""
 
+import argparse
+import inspect
 import re
 from pathlib import Path
 
@@ -7,10 +9,24 @@ import pytest
 import yaml
 
 from flowalign import __version__
+from flowalign.cli.main import VERBS, build_parser
+from flowalign.runs import Run
+from flowalign.sampling import Sampling
+from flowalign.training import Matching, PolicyGradient
+from flowalign.training.matching import StoredDataset
 from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, name_of
 
 CONFIG = DOCS / "site" / "properdocs.yml"
 README_LINES = 150
+HELP = {"-h", "--help"}
+TABLES = {
+    "## Top level": Run,
+    "## `recipe: flowalign.training.PolicyGradient`": PolicyGradient,
+    "`sampling`:": Sampling,
+    "## `recipe: flowalign.training.Matching`": Matching,
+    "`data: flowalign.training.matching.StoredDataset`:": StoredDataset,
+}
+"""The tables of keys on the page about run files, by what stands above each."""
 PACKAGES = ("flowalign", "pipelines", "reward_models")
 IN_HOUSE = (
     "closed circle|dear|dearer|lots? of|thumbs|silent T5|tails?|walkers?|walks? with the rollout|"
@@ -122,3 +138,30 @@ def test_every_decision_is_listed():
     numbered = sorted((DOCS / "decisions").glob("[0-9]*.md"))
     assert [int(page.name[:4]) for page in numbered] == list(range(1, len(numbered) + 1))
     assert all(page.name in listed for page in numbered)
+
+
+def options_of(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
+    """The options of a verb, or of an action of it."""
+    for word in words:
+        (verbs,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = verbs.choices[word]
+    return {option for action in parser._actions for option in action.option_strings} - HELP
+
+
+def test_the_command_line_page_lists_every_option_of_every_verb():
+    text = (DOCS / "reference" / "command_line.md").read_text()
+    rows = re.findall(r"^\| `([a-z -]+?)(?: [A-Z.]+)?` \| (.*) \|$", text, re.MULTILINE)
+    listed = {verb: set(re.findall(r"--[\w]+", what)) for verb, what in rows}
+    verbs = {*VERBS, "reward train", "reward eval"} - {"reward"}
+    assert {verb for verb in listed if verb in verbs} == verbs
+    for verb in verbs:
+        assert listed[verb] == options_of(build_parser(), verb.split()), verb
+
+
+@pytest.mark.parametrize("label", TABLES)
+def test_the_run_file_page_lists_every_key(label):
+    text = (DOCS / "reference" / "run_files.md").read_text()
+    table = text.partition(f"\n{label}\n\n")[2].partition("\n\n")[0]
+    cells = [row.split("|")[1] for row in table.splitlines()[2:]]
+    keys = {*inspect.signature(TABLES[label]).parameters}
+    assert set(re.findall(r"`(\w+)`", " ".join(cells))) == keys
