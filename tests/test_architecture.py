@@ -79,13 +79,12 @@ def test_no_code_asks_which_kind_of_run_it_has(path):
 
 
 def test_test_modules_share_only_fixtures():
-    """What two test modules share is a fixture; contracts are run on further families by name."""
-    contracts = {"tests.contracts.pipelines"}
+    """What two test modules share is a fixture."""
     for path in (ROOT / "tests").rglob("*.py"):
         found = re.findall(
             r"^from (tests[\w.]*) import .*\btest_|^from (tests[\w.]*\.test_\w+)",
             path.read_text(),
             re.M,
         )
-        shared = {a or b for a, b in found} - contracts - {"tests.test_architecture"}
+        shared = {a or b for a, b in found} - {"tests.test_architecture"}
         assert shared == set(), path

@@ -22,6 +22,8 @@ from flowalign.media.media import Media
 from flowalign.runs.compose import compose
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a", "bb", "ccc", "dddd", "eeeee"]
 DENSE = {"class_path": "flowalign.curation.DensePairs", "init_args": {"seconds": 0.5}}
 LOCAL = {"class_path": "flowalign.curation.LocalPairs"}

@@ -23,6 +23,8 @@ from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted
 
+pytestmark = pytest.mark.slow
+
 RUN = """
 policy: {class_path: tests.cli.test_sample.Tinted}
 rewards: [{class_path: tests.fixtures.pixel.Redness}]

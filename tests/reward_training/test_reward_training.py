@@ -32,6 +32,8 @@ from flowalign.types import Backbone
 from reward_models.heads import MLP, Linear, PromptGated
 from tests.fixtures.training import checked
 
+pytestmark = pytest.mark.slow
+
 NAN = math.nan
 SIZE, RECORDS = 6, 2400
 WEIGHT = torch.tensor([1.5, -1.0, 0.6, 0.0, 0.3, -0.2])

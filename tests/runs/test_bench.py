@@ -10,6 +10,8 @@ from flowalign.training.policy_gradient.rollouts import completion_values, rollo
 from flowalign.utils.costs import Costs
 from tests.fixtures.training import credited, new_learner
 
+pytestmark = pytest.mark.slow
+
 DENSE = "flowalign.credit.Gain"
 
 

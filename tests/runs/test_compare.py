@@ -26,6 +26,8 @@ from flowalign.runs.config import load
 from flowalign.training.learner import TrainingFailure
 from tests.fixtures.pixel import Redness
 
+pytestmark = pytest.mark.slow
+
 P, S = 2, 3
 """Prompts and samples a step."""
 
@@ -524,7 +526,6 @@ def _start(*argv: str) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
 def test_ctrl_c_saves_all_runs_and_the_same_command_finishes_them(write, tmp_path):
     """Real processes: two at once, stopped, gone on; a failing run beside them."""
     bad = write("bad", rewards=[{"class_path": "tests.runs.test_compare.Broken"}])

@@ -77,6 +77,7 @@ def pairs_of_model_and_method():
     yield pytest.param("shapes", "flow_grpo_all_steps", id="shapes-flow_grpo_all_steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "method"), pairs_of_model_and_method())
 def test_every_method_has_a_usable_run_for_all_three_models(model, method):
     run, _ = loaded(*files_of(model, method))

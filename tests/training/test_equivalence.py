@@ -17,6 +17,8 @@ from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
 
+pytestmark = pytest.mark.slow
+
 PIXEL_RECIPES = {
     "plain": {},
     "two updates, two epochs": {"updates_per_step": 2, "epochs_per_step": 2, "micro_batch": 5},
@@ -127,7 +129,6 @@ def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two
     _assert_two_equal_one(on_two, on_failure)
 
 
-@pytest.mark.slow
 def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):
     # Adam divides by the gradient's size: rounding of tiny ones grows to a share of the step.
     _assert_two_equal_one(_on_two([IMAGES], tmp_path), IMAGES, tolerance=1e-5)

@@ -12,6 +12,8 @@ from flowalign.cli.main import main
 from flowalign.reports import run_report
 from tests.fixtures.golden import GOLDEN
 
+pytestmark = pytest.mark.slow
+
 OLD = GOLDEN / "run_0.1"
 PACE = ("timing/", "throughput", "seconds", "cost/seconds", "check/")
 

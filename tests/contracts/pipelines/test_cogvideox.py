@@ -14,14 +14,18 @@ from tests.fixtures.clips import (
     assert_same_velocities,
     clip_family,
     clips,
-    contract,
     official_steps,
 )
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_one_time_per_row, noise
+from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_cogvideox, of_clips
 
-globals().update(contract())
+pytestmark = pytest.mark.slow
+
+
+class TestCogVideoX(PolicyContract):
+    """On the fixture `family`."""
 
 
 def official_cogvideox(policy: CogVideoX, prompts, x, num_steps, output_type):

@@ -12,6 +12,8 @@ from pipelines.ltx import LTX
 from pipelines.video import Memory, Video, decode_bytes
 from pipelines.wan import Wan
 
+pytestmark = pytest.mark.slow
+
 WAN, LTX_FOLDER = "assets/golden/I_wan_pipeline", "assets/golden/I_ltx_pipeline"
 HUNYUAN = "assets/golden/I_hunyuan_pipeline"
 LTX_VIDEO = Video(height=64, width=96, num_frames=17, fps=8.0)

@@ -16,14 +16,19 @@ from tests.fixtures.clips import (
     assert_same_velocities,
     clip_family,
     clips,
-    contract,
     official_steps,
 )
 from tests.fixtures.embedded import move
 from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
+from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_hunyuan, of_clips
 
-globals().update(contract())
+pytestmark = pytest.mark.slow
+
+
+class TestHunyuanVideo(PolicyContract):
+    """On the fixture `family`."""
+
 
 PLAIN = {"template": "{}", "crop_start": 0}
 """The template of the recorded runs: prompts as they are."""

@@ -15,14 +15,18 @@ from tests.fixtures.clips import (
     assert_same_velocities,
     clip_family,
     clips,
-    contract,
     official_steps,
 )
 from tests.fixtures.embedded import move
 from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
+from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_ltx, of_clips
 
-globals().update(contract())
+pytestmark = pytest.mark.slow
+
+
+class TestLTX(PolicyContract):
+    """On the fixture `family`."""
 
 
 def official_ltx(policy: LTX, prompts, x, num_steps, output_type):

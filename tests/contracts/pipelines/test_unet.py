@@ -1,7 +1,5 @@
 """Stable Diffusion and SDXL satisfy the contract of policies, and are diffusion models exactly."""
 
-import inspect
-
 import pytest
 import torch
 from diffusers import DDIMScheduler, PNDMScheduler
@@ -12,8 +10,6 @@ from flowalign.functional.transition import FlowSDE, transition
 from pipelines.sd15 import SD15
 from pipelines.sdxl import SDXL
 from pipelines.unet import LORA
-from tests.contracts.pipelines import test_encoding as test_policy_encoding
-from tests.contracts.pipelines import test_policies
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -22,14 +18,16 @@ from tests.fixtures.families import (
     noise,
     unet_family,
 )
+from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_unet import BETAS, TARGETS, build_sd15, build_sdxl, new_sd15, new_sdxl
+
+pytestmark = pytest.mark.slow
 
 PROMPTS = ("a red ball", "two cats on a sofa")
 
-for _module in (test_policies, test_policy_encoding):  # the whole contract, on the families below
-    for _name, _test in vars(_module).items():
-        if _name.startswith("test_") and "family" in inspect.signature(_test).parameters:
-            globals()[_name] = _test
+
+class TestUNets(PictureContract):
+    """On both families of the fixture `family`."""
 
 
 @pytest.fixture(scope="session")

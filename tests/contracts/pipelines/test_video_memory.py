@@ -26,6 +26,8 @@ from tests.fixtures.tiny_video import (
     tiny_video,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = tuple(PICTURES)[:2]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from pipelines.wan import Wan
 from tests.fixtures.embedded import move
 from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise
+from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_video import (
     PICTURES,
     RECORDED,
@@ -21,14 +22,18 @@ from tests.fixtures.tiny_video import (
     build_wan22,
     build_wan22_5b,
     build_wan_i2v,
-    contract,
     new_video,
     tiny_video,
     video_family,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = tuple(PICTURES)[:2]
-globals().update(contract())
+
+
+class TestWan(WanContract):
+    """On the fixture `family`."""
 
 
 @pytest.fixture(scope="session")

@@ -13,25 +13,31 @@ from pipelines.wan22 import Experts, Wan22
 from pipelines.weights import Lora
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_one_time_per_row, noise, rows
+from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_video import (
     PICTURES,
     assert_official_film,
     assert_official_velocities,
     build_wan,
     build_wan22,
-    contract,
     new_video,
     tiny_video,
     video_family,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = tuple(PICTURES)[:2]
-globals().update(
-    contract(  # they load one network by hand; below are those of two
-        "test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers",
-        "test_fully_trained_weights_load_in_plain_diffusers",
-    )
-)
+
+
+class TestWan22(WanContract):
+    """On the fixture `family`."""
+
+    # they load one network by hand; below are those of two
+    test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers = None
+    test_fully_trained_weights_load_in_plain_diffusers = None
+
+
 TRAINED = {"both": ("high", "low"), "high": ("high",), "low": ("low",)}
 PARTS = {"high": "transformer", "low": "transformer_2"}
 

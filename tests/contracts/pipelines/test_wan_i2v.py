@@ -9,26 +9,30 @@ from PIL import Image
 from pipelines.wan_i2v import WanI2V, cropped, pictures
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_one_time_per_row, noise
+from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_video import (
     PICTURES,
     assert_official_film,
     assert_official_velocities,
     build_wan,
     build_wan_i2v,
-    contract,
     new_i2v,
     tiny_video,
     video_family,
     write_pictures,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = tuple(PICTURES)[:2]
-globals().update(
-    contract(  # conditions hold latents: what identifies the VAE identifies them, see below
-        "test_encoders_are_named_alike_in_every_load_and_apart_after_a_change",
-        "test_the_name_of_encoders_depends_on_the_size_of_pictures",
-    )
-)
+
+
+class TestWanI2V(WanContract):
+    """On the fixture `family`."""
+
+    # conditions hold latents: what identifies the VAE identifies them, see below
+    test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
+    test_the_name_of_encoders_depends_on_the_size_of_pictures = None
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ def scores(clip, prompt):
     return dict(zip(DIMS, values.tolist(), strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])
 def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
     prompts = moving_world.splits()[split][::2]
@@ -35,6 +36,7 @@ def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
     assert mean["smoothness"] >= 0.75
 
 
+@pytest.mark.slow
 def test_committed_prompts_are_the_splits_and_unseen_pairs_are_never_shown():
     splits = moving_world.splits()
     for name in ("train", "seen", "unseen"):

@@ -25,6 +25,8 @@ from reward_models.backbones import EfficientNet, Encoder, Lora, OpenClip, Poole
 from reward_models.shapes import ShapesVerifier
 from reward_models.trained import TrainedReward
 
+pytestmark = pytest.mark.slow
+
 WORDS = "a above below blue circle circles green left of purple red right square squares three "
 WORDS += "triangle triangles two white yellow"
 LOSSES = "flowalign.reward_training.losses"
@@ -553,7 +555,6 @@ def test_every_adapter_gets_a_gradient(clip):
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in adapters.values())
 
 
-@pytest.mark.slow
 def test_a_head_on_imagenet_features_learns_what_shapes_look_like(tmp_path):
     """Real features tell flat objects from blurred ones on prompts never seen, beyond chance."""
     generator, verifier = torch.Generator().manual_seed(0), ShapesVerifier()

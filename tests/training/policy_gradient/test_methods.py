@@ -15,6 +15,8 @@ from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import credited, flat, new_learner, new_rewards, train
 
+pytestmark = pytest.mark.slow
+
 METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
 THREE = ("a", "bb", "ccc")
 

@@ -28,6 +28,8 @@ from tests.fixtures.training import (
     train,
 )
 
+pytestmark = pytest.mark.slow
+
 THREE = ["a", "bb", "ccc"]
 OLD = StepDPO(reference="old")
 
