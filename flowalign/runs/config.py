@@ -177,7 +177,7 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
         parsed = parser.parse_args(
             ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
         )
-        text = parser.dump(parsed, skip_none=False)
+        text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
         built = parser.instantiate_classes(parsed)
         run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
     except (ValueError, TypeError, ArgumentError) as error:

@@ -14,6 +14,8 @@ from flowalign.cli import pairs as command
 from flowalign.data.preference.convert import read_pairs
 from flowalign.utils.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 NAN = None
 
 

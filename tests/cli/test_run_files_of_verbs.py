@@ -10,6 +10,8 @@ import yaml
 from flowalign.cli import main as cli
 from flowalign.runs.config import load
 
+pytestmark = pytest.mark.slow
+
 OLD = {
     "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
     "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],

@@ -17,6 +17,8 @@ from flowalign.curation.scoring import job as scoring
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import picture
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 REWARD = "tests.fixtures.scoring_rewards.Brightness"
 
@@ -189,7 +191,6 @@ def command(data: str, out: Path, *options: str) -> list[str]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
     data = dataset(tmp_path, 600)

@@ -27,6 +27,8 @@ from tests.fixtures.scoring_rewards import Moving
 from tests.fixtures.training import new_learner
 from tests.fixtures.video_pixel import FRAMES, VideoPixel, Warmth, clip
 
+pytestmark = pytest.mark.slow
+
 
 def sound(path: Path) -> None:
     """A file of sound alone, named as a video."""

@@ -49,6 +49,8 @@ from tests.fixtures.training import (
     new_rewards,
 )
 
+pytestmark = pytest.mark.slow
+
 HEADING = "<h2>What each step earned</h2>"
 
 

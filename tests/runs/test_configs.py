@@ -86,6 +86,7 @@ def test_every_method_has_a_usable_run_for_all_three_models(model, method):
         assert plan(run)["reward calls per step"]
 
 
+@pytest.mark.slow
 def test_values_of_the_papers_are_in_the_run_files_that_quote_them():
     runs = {method: loaded(*files_of("sd35_medium", method))[0].recipe for method in METHODS}
     comb, tree = runs["tempflow_grpo"].sampling, runs["branch_grpo"].sampling

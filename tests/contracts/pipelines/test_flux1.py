@@ -13,6 +13,8 @@ from pipelines.flux1 import LORA, Flux1
 from tests.fixtures.families import GOLDEN, assert_official, noise, official_flux1, ours, pack
 from tests.fixtures.tiny_flux import build_flux
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def schnell(tmp_path_factory) -> str:

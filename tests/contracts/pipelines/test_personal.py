@@ -13,6 +13,8 @@ from tests.fixtures.embedded import move
 from tests.fixtures.families import noise
 from tests.fixtures.tiny_unet import build_sd15, new_sd15
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ("a red ball", "two cats on a sofa", "a cup")
 
 

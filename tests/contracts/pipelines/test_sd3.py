@@ -20,6 +20,8 @@ from tests.fixtures.families import (
     ours,
 )
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = SD3_FAMILY.prompts
 
 

@@ -15,6 +15,8 @@ from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, Server
 from reward_models.chat.client import ChatClient, Server
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"backoff": 0.01, "timeout": 20.0, "cache": None}
 
 

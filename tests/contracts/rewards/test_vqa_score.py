@@ -26,6 +26,8 @@ from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
+pytestmark = pytest.mark.slow
+
 SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. The assistant gives "
     "helpful, detailed, and polite answers to the user's questions."
