@@ -11,16 +11,19 @@ export OMP_NUM_THREADS ?= 1
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint bench docs venv
+.PHONY: help demo quick unit test lint bench docs venv
 
-help: ## list the targets
+help: ## list the targets; times are of two idle cores
 	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-6s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
 	$(BIN)/flowalign demo
 
-quick: $(STAMP) ## tests of the functional core, credit and losses, about 20 seconds
+quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 	$(BIN)/pytest $(SPREAD) -q tests/functional tests/credit tests/losses
+
+unit: $(STAMP) ## the unit tests, under 2 minutes
+	$(BIN)/pytest $(SPREAD)
 
 test: lint ## lint, unit tests, then the end-to-end runs, 20 minutes
 	$(BIN)/pytest $(SPREAD)

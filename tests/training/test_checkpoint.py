@@ -57,8 +57,8 @@ def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def metrics(folder: Path) -> list[dict]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    unequal = ("timing/", "throughput", "seconds", "check/", "eval/seconds", "cost/seconds",
-               "cost/network_evaluations")  # fmt: skip  # a resumed run checks itself again
+    of_time = ("timing/", "throughput", "seconds", "eval/seconds", "cost/seconds")
+    unequal = (*of_time, "check/", "cost/network_evaluations")  # a resumed run checks itself again
     return [{k: v for k, v in r.items() if not k.startswith(unequal)} for r in rows]
 
 
