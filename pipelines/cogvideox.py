@@ -15,7 +15,7 @@ from flowalign.functional.diffusion import (
     norm,
     preserving_state,
 )
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance
 from pipelines.base import Precision
 from pipelines.video import Memory, Video, VideoPolicy, allowed_frames
 from pipelines.weights import Lora
@@ -48,7 +48,7 @@ class CogVideoX(VideoPolicy):
         self,
         path: str,
         video: Video,
-        guidance: float = 6.0,
+        guidance: Guidance = 6.0,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
         memory: Memory = Memory(),  # noqa: B008 (frozen)

@@ -11,7 +11,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.weights import Lora
 
@@ -49,12 +49,12 @@ class Flux1(DiffusersPolicy):
     def __init__(
         self,
         path: str,
-        height: int = 512,
-        width: int = 512,
-        embedded_guidance: float | None = 3.5,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        embedded_guidance: Guidance | None = 3.5,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
-        max_sequence_length: int = 512,
+        max_sequence_length: PositiveInt = 512,
         gradient_checkpointing: bool = False,
     ):
         super().__init__(path, lora, precision, gradient_checkpointing)

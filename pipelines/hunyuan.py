@@ -8,7 +8,7 @@ import torch
 from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DTYPES, Precision
 from pipelines.framewise import windows
 from pipelines.video import Memory, Video, VideoPolicy
@@ -35,11 +35,11 @@ class HunyuanVideo(VideoPolicy):
         self,
         path: str,
         video: Video,
-        embedded_guidance: float | None = 6.0,
-        guidance: float = 1.0,
+        embedded_guidance: Guidance | None = 6.0,
+        guidance: Guidance = 1.0,
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
-        max_sequence_length: int = 256,
+        max_sequence_length: PositiveInt = 256,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, lora, precision, memory)

@@ -11,7 +11,7 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
 from pipelines.framewise import windows
 from pipelines.video import Memory, Video, VideoPolicy
@@ -49,10 +49,10 @@ class LTX(VideoPolicy):
         self,
         path: str,
         video: Video,
-        guidance: float = 3.0,
+        guidance: Guidance = 3.0,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
-        max_sequence_length: int = 128,
+        max_sequence_length: PositiveInt = 128,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, lora, precision, memory)

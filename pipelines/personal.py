@@ -12,7 +12,15 @@ from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from flowalign.types import Cond, ModelPlan, Personal, Policy
+from flowalign.types import (
+    Cond,
+    Guidance,
+    ModelPlan,
+    NonNegativeFloat,
+    Personal,
+    Policy,
+    PositiveInt,
+)
 from flowalign.utils.files import bundled
 from pipelines.base import DTYPES, Precision
 from pipelines.folder import config_of
@@ -41,10 +49,10 @@ class PersonalSD15(Policy, Personal):
         self,
         path: str,
         users: str,
-        height: int = 512,
-        width: int = 512,
-        guidance: float = 7.5,
-        strength: float = 1.0,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        guidance: Guidance = 7.5,
+        strength: NonNegativeFloat = 1.0,
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
     ):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusionPipeline
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
 from pipelines.unet import LORA, UNetPolicy
 from pipelines.weights import Lora
@@ -26,9 +26,9 @@ class SD15(UNetPolicy):
     def __init__(
         self,
         path: str,
-        height: int = 512,
-        width: int = 512,
-        guidance: float = 7.5,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        guidance: Guidance = 7.5,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,

@@ -7,7 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.weights import Lora
 
@@ -24,12 +24,12 @@ class SD3(DiffusersPolicy):
     def __init__(
         self,
         path: str,
-        height: int = 512,
-        width: int = 512,
-        guidance: float = 4.5,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        guidance: Guidance = 4.5,
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
-        max_sequence_length: int = 256,
+        max_sequence_length: PositiveInt = 256,
         gradient_checkpointing: bool = False,
     ):
         super().__init__(path, lora, precision, gradient_checkpointing)

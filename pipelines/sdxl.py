@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
 from pipelines.unet import LORA, UNetPolicy
 from pipelines.weights import Lora
@@ -26,9 +26,9 @@ class SDXL(UNetPolicy):
     def __init__(
         self,
         path: str,
-        height: int = 1024,
-        width: int = 1024,
-        guidance: float = 5.0,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 5.0,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.types import ModelPlan, Saving
+from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.encoding import covering
 from pipelines.estimates import encoder_parameters, hollow, peak_bytes
@@ -28,14 +28,14 @@ _LARGE = 10**9
 class Video:
     """Describes the clips that a policy generates: resolution, length and frame rate."""
 
-    height: int
-    width: int
-    num_frames: int
+    height: PositiveInt
+    width: PositiveInt
+    num_frames: PositiveInt
     """Frames per clip. The VAE must be able to take it, mostly 4 k + 1 or 8 k + 1."""
-    fps: float
+    fps: PositiveFloat
     """Frames per second. Clips are embedded frame by frame without resampling, so a reader must
     give them at this rate."""
-    shift: float | None = None
+    shift: PositiveFloat | None = None
     """Shift of the schedule towards high noise, larger for larger videos; None: the folder's own
     value. A shift maps sigma to shift sigma / (1 + (shift - 1) sigma)."""
 
@@ -55,7 +55,7 @@ class Memory:
     """Run the VAE on tiles of a frame, of diffusers' tile size for the family."""
     slice: bool = False
     """Run the VAE on one sample at a time; decoded media are collected in main memory."""
-    decode_frames: int | None = None
+    decode_frames: PositiveInt | None = None
     """Latent frames that the decoder holds at a time, see the policy; None: diffusers' default."""
     offload_text: bool = False
     """Keep text encoders, and image encoders of prompts, on the device only while they encode."""

@@ -8,7 +8,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
 from pipelines.folder import scheduler_of, setting_of
 from pipelines.video import Memory, Video, VideoPolicy
@@ -52,10 +52,10 @@ class Wan(VideoPolicy):
         self,
         path: str,
         video: Video = VIDEO,
-        guidance: float = 5.0,
+        guidance: Guidance = 5.0,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
-        max_sequence_length: int = 512,
+        max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, lora, precision, memory)

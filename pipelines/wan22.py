@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import ModelPlan
+from flowalign.types import Guidance, ModelPlan, PositiveInt, UnitInterval
 from pipelines.base import Precision
 from pipelines.folder import setting_of
 from pipelines.video import Memory, Video
@@ -21,9 +21,9 @@ _PARTS = {"high": "transformer", "low": "transformer_2"}
 class Experts:
     """Divides the noise levels between the two networks."""
 
-    guidance_2: float | None = None
+    guidance_2: Guidance | None = None
     """Guidance scale of the low-noise network; None: that of the high-noise network."""
-    boundary_ratio: float | None = None
+    boundary_ratio: UnitInterval | None = None
     """Timesteps of at least 1000 times this go to the high-noise network; None: the folder's
     value."""
     train: Literal["both", "high", "low"] = "both"
@@ -82,11 +82,11 @@ class Wan22(Wan):
         self,
         path: str,
         video: Video = VIDEO,
-        guidance: float = 4.0,
+        guidance: Guidance = 4.0,
         experts: Experts = Experts(guidance_2=3.0),
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
-        max_sequence_length: int = 512,
+        max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)

@@ -11,7 +11,7 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from flowalign.types import Cond
+from flowalign.types import Cond, Guidance, PositiveInt
 from flowalign.utils.files import bundled
 from pipelines.base import Precision
 from pipelines.encoding import digest
@@ -42,10 +42,10 @@ class WanI2V(Wan):
         path: str,
         images: str,
         video: Video = VIDEO,
-        guidance: float = 5.0,
+        guidance: Guidance = 5.0,
         lora: Lora | None = LORA,
         precision: Precision = "bf16",
-        max_sequence_length: int = 512,
+        max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
         super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)

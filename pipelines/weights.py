@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from flowalign.types import PositiveInt
+
 _ONE_FILE = "10TB"
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
@@ -26,8 +28,8 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 class Lora:
     """Configures a low-rank adapter on the denoiser."""
 
-    rank: int = 32
-    alpha: int = 64
+    rank: PositiveInt = 32
+    alpha: PositiveInt = 64
     target_modules: tuple[str, ...] = (
         "attn.to_q",
         "attn.to_k",

@@ -10,7 +10,7 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, floats, load_exactly, read_tensors, signature
 from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.network import NetworkReward
@@ -70,7 +70,7 @@ class Aesthetic(NetworkReward):
         clip: str = "openai/clip-vit-large-patch14",
         pretrained: str | None = None,
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
         spec = RewardSpec(

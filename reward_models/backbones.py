@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from flowalign.functional.rating import Features
-from flowalign.types import Backbone, MediaBatch
+from flowalign.types import Backbone, MediaBatch, PositiveInt
 from reward_models.checkpoints import find_file, signature
 from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.efficientnet import EfficientNetLite0
@@ -116,8 +116,8 @@ class EfficientNet(Encoder):
 class Lora:
     """Configures low-rank adapters in the encoder, trained together with the head."""
 
-    rank: int = 8
-    alpha: int = 16
+    rank: PositiveInt = 8
+    alpha: PositiveInt = 16
     targets: Sequence[str] | None = None
     """Suffixes of module names; null: every linear layer that is called through its forward."""
 
@@ -143,8 +143,8 @@ class PooledFrames(Backbone):
         encoder: Encoder,
         joint: Sequence[Literal["image", "text", "product"]] = ("image", "text", "product"),
         over_frames: Sequence[Literal["mean", "std", "max"]] = ("mean",),
-        num_frames: int = 8,
-        at_once: int = 64,
+        num_frames: PositiveInt = 8,
+        at_once: PositiveInt = 64,
         lora: Lora | None = None,
     ):
         self.reads_prompts = encoder.reads_prompts

@@ -6,7 +6,7 @@ Source: Hessel et al. 2021, arXiv:2104.08718v3, Eq. (1), without its factor 2.5 
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import signature
 from reward_models.clip_towers import Towers, cosines, read_hugging_face, read_open_clip
 from reward_models.network import NetworkReward
@@ -27,7 +27,7 @@ class CLIPScore(NetworkReward):
         model: str = "ViT-L-14",
         pretrained: str | None = "openai",
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
         spec = RewardSpec(

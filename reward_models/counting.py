@@ -2,7 +2,7 @@
 
 from statistics import fmean
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.detection import Detector
 from reward_models.geneval import check_ability, check_settings, clauses, kept
 from reward_models.rule import RuleReward, Unscorable, Verdict, known
@@ -19,7 +19,9 @@ class Counting(RuleReward, Loadable):
     `threshold` count.
     """
 
-    def __init__(self, detector: Detector, threshold: float = 0.9, max_objects: int = 100):
+    def __init__(
+        self, detector: Detector, threshold: UnitInterval = 0.9, max_objects: PositiveInt = 100
+    ):
         check_settings("Counting", (threshold,), max_objects)
         self.detector, self.threshold, self.max_objects = detector, threshold, max_objects
         self.spec = RewardSpec(

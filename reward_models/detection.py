@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-from flowalign.types import Loadable
+from flowalign.types import Loadable, UnitInterval
 from reward_models.checkpoints import find_folder, signature
 from reward_models.shapes import COLOURS, SHAPES, find_objects
 
@@ -87,7 +87,7 @@ class TransformersDetector(Detector):
 
     names_colours = False
 
-    def __init__(self, model: str, device: str = "cpu", least: float = 0.05):
+    def __init__(self, model: str, device: str = "cpu", least: UnitInterval = 0.05):
         if not 0 <= least < 1:
             raise ValueError(f"least of TransformersDetector is {least}; it must be in [0, 1)")
         self.model, self.device, self.least = model, torch.device(device), least

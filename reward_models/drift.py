@@ -1,10 +1,11 @@
 """Implements drift: how much an image reward's score changes from a video's start to its end."""
 
 from dataclasses import replace
+from typing import Annotated
 
 import torch
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import Loadable, MediaBatch, Range, RewardModel, RewardOutput, RewardSpec
 
 
 class Drift(RewardModel, Loadable):
@@ -16,7 +17,9 @@ class Drift(RewardModel, Loadable):
     with the score itself.
     """
 
-    def __init__(self, image: RewardModel, share: float = 0.15):
+    def __init__(
+        self, image: RewardModel, share: Annotated[float, Range(above=0, most=0.5)] = 0.15
+    ):
         inner = image.spec
         if inner.modality == "video":
             raise ValueError(f"Drift needs a reward that scores images; {inner.name} does not")

@@ -4,7 +4,7 @@ from math import isfinite
 
 import torch
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import FiniteFloat, Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 
 class Gated(RewardModel, Loadable):
@@ -20,8 +20,8 @@ class Gated(RewardModel, Loadable):
         reward: RewardModel,
         gate: RewardModel,
         dim: str,
-        floor: float,
-        below: float | None = None,
+        floor: FiniteFloat,
+        below: FiniteFloat | None = None,
     ):
         if dim not in gate.spec.dims:
             raise ValueError(

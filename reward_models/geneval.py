@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.detection import Detection, Detector
 from reward_models.rule import RuleReward, Unscorable, Verdict, known
 
@@ -52,9 +52,9 @@ class GenEval(RuleReward, Loadable):
     def __init__(
         self,
         detector: Detector,
-        threshold: float = 0.3,
-        counting_threshold: float = 0.9,
-        max_objects: int = 16,
+        threshold: UnitInterval = 0.3,
+        counting_threshold: UnitInterval = 0.9,
+        max_objects: PositiveInt = 16,
     ):
         check_settings("GenEval", (threshold, counting_threshold), max_objects)
         self.detector, self.max_objects = detector, max_objects

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from flowalign.functional.rating import Features, Ratings
-from flowalign.types import Head, HeadNetwork
+from flowalign.types import Decay, Head, HeadNetwork, PositiveFloat, PositiveInt
 
 _LOG_VARIANCE = 8.0
 """Bound on the absolute log variance, applied smoothly (tanh)."""
@@ -50,7 +50,10 @@ class MLP(Head):
     """Applies layers of the given widths, each with GELU and dropout, then a linear map."""
 
     def __init__(
-        self, hidden: Sequence[int] = (256,), dropout: float = 0.0, uncertainty: bool = False
+        self,
+        hidden: Sequence[PositiveInt] = (256,),
+        dropout: Decay = 0.0,
+        uncertainty: bool = False,
     ):
         _check_layers(hidden, dropout)
         if not hidden:
@@ -90,9 +93,9 @@ class PromptGated(Head):
     def __init__(
         self,
         groups: Mapping[str, Sequence[str]],
-        hidden: Sequence[int] = (64,),
-        dropout: float = 0.0,
-        temperature: float = 1.0,
+        hidden: Sequence[PositiveInt] = (64,),
+        dropout: Decay = 0.0,
+        temperature: PositiveFloat = 1.0,
     ):
         _check_layers(hidden, dropout)
         if not groups or any(len(set(g)) != len(g) or len(g) < 2 for g in groups.values()):

@@ -10,7 +10,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, signature
 from reward_models.clip_towers import Towers, cosines, read_open_clip
 from reward_models.network import NetworkReward
@@ -34,7 +34,7 @@ class HPSv2(NetworkReward):
         weights: str = "xswu/HPSv2",
         model: str = "ViT-H-14",
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
         if version not in FILES:

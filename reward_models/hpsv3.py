@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import Qwen2Tokenizer
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, read_tensors, signature
 from reward_models.network import NetworkReward, Rated, spread
 from reward_models.pixels import resized
@@ -51,7 +51,7 @@ class HPSv3(NetworkReward):
         position_mode: PositionMode = "sequential",
         dtype: Dtype = "bfloat16",
         device: str = "auto",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
         checked_options(position_mode, dtype)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig
 from transformers.models.blip.modeling_blip import BlipVisionModel
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.aesthetic import LinearStack
 from reward_models.checkpoints import (
     find_file,
@@ -125,7 +125,7 @@ class ImageReward(NetworkReward):
         model: str = "THUDM/ImageReward",
         tokenizer: str = "google-bert/bert-base-uncased",
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
         spec = RewardSpec(

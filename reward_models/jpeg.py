@@ -5,11 +5,11 @@ Source: DDPO, arXiv:2305.13301v4, compressibility and incompressibility.
 
 from io import BytesIO
 from statistics import fmean
-from typing import Literal
+from typing import Annotated, Literal
 
 from PIL import Image
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, Range, RewardSpec
 from reward_models.rule import RuleReward, Verdict, to_bytes
 
 Dim = Literal["compressibility", "incompressibility"]
@@ -22,7 +22,9 @@ class JpegSize(RuleReward):
     A video scores the mean over its frames. Chroma is subsampled, which is Pillow's default.
     """
 
-    def __init__(self, dim: Dim = "compressibility", quality: int = 95):
+    def __init__(
+        self, dim: Dim = "compressibility", quality: Annotated[int, Range(least=1, most=100)] = 95
+    ):
         if not 1 <= quality <= 100:
             raise ValueError(f"quality of JpegSize is {quality}; it must be in [1, 100]")
         self.sign, self.quality = SIGN[dim], quality

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, load_exactly, read_tensors, signature
 from reward_models.frames import starts
 from reward_models.network import NetworkReward
@@ -148,10 +148,10 @@ class MJVideo(NetworkReward):
         self,
         reader: Reader,
         checkpoint: str,
-        gate_width: int = 1024,
-        temperature: float = 1.0,
+        gate_width: PositiveInt = 1024,
+        temperature: PositiveFloat = 1.0,
         device: str = "auto",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
         if not temperature > 0:

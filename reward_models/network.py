@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,11 @@ class NetworkReward(RewardModel, Loadable):
     """Network that `read` returned; a subclass may declare its type."""
 
     def __init__(
-        self, spec: RewardSpec, device: str = "auto", batch_size: int = 32, offload: bool = False
+        self,
+        spec: RewardSpec,
+        device: str = "auto",
+        batch_size: PositiveInt = 32,
+        offload: bool = False,
     ):
         if batch_size < 1:
             raise ValueError(f"batch_size of {spec.name} is {batch_size}; it must be at least 1")

@@ -13,7 +13,14 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import UInt8
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    NonNegativeInt,
+    PositiveInt,
+    RewardSpec,
+    UnitInterval,
+)
 from reward_models.frames import evenly
 from reward_models.rule import RuleReward, Unscorable, Verdict, known, optional, to_bytes
 
@@ -38,7 +45,7 @@ class RapidOCR(TextReader):
     Lines with a score below `confidence` are dropped. `threads` 0 leaves the number to onnxruntime.
     """
 
-    def __init__(self, confidence: float = 0.5, threads: int = 0):
+    def __init__(self, confidence: UnitInterval = 0.5, threads: NonNegativeInt = 0):
         if not 0 <= confidence <= 1:
             raise ValueError(f"confidence of RapidOCR is {confidence}; it must be in [0, 1]")
         self.confidence, self.threads = confidence, threads
@@ -79,7 +86,7 @@ class OCR(RuleReward, Loadable):
         reader: TextReader | None = None,
         mode: Mode = "contained",
         over: Over = "mean",
-        num_frames: int = 8,
+        num_frames: PositiveInt = 8,
     ):
         if num_frames < 1:
             raise ValueError(f"num_frames of OCR is {num_frames}; it must be at least 1")

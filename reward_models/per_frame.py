@@ -9,7 +9,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.pooling import Pool, pooled
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    PositiveFloat,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
 from reward_models.frames import evenly
 
 
@@ -26,9 +34,9 @@ class PerFrame(RewardModel, Loadable):
         self,
         reward: RewardModel,
         over: Pool = "mean",
-        temperature: float | None = None,
-        frames: int | None = None,
-        at_once: int = 64,
+        temperature: PositiveFloat | None = None,
+        frames: PositiveInt | None = None,
+        at_once: PositiveInt = 64,
     ):
         _check(reward.spec, over, temperature)
         if (frames is not None and frames < 1) or at_once < 1:

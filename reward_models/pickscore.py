@@ -8,7 +8,7 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import signature
 from reward_models.clip_towers import Towers, cosines, read_hugging_face
 from reward_models.network import NetworkReward
@@ -32,7 +32,7 @@ class PickScore(NetworkReward):
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         normalisation: Literal["none", "divided by 26"] = "none",
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
         if normalisation not in DIVISORS:

@@ -21,7 +21,16 @@ from flowalign.rewards.protocol import (
     output_from_json,
     pack_batch,
 )
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
 
 _TRANSIENT = (429, 500, 502, 503, 504)
 
@@ -42,9 +51,9 @@ class RemoteReward(RewardModel, Loadable):
         dims: list[str],
         model: str | None = None,
         pixels: Pixels = "float32",
-        batch_size: int = 64,
-        timeout: float = 60.0,
-        retries: int = 3,
+        batch_size: PositiveInt = 64,
+        timeout: PositiveFloat = 60.0,
+        retries: NonNegativeInt = 3,
         token_env: str = "FLOWALIGN_REWARD_TOKEN",
     ):
         if not url.startswith(("http://", "https://")):

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from flowalign.types import Loadable, MediaBatch, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec
 from reward_models.frames import evenly
 from reward_models.rule import RuleReward, Verdict, optional, to_bytes
 
@@ -40,7 +40,7 @@ class NudeNet(RuleReward, Loadable):
     safe of at most `num_frames` evenly spaced frames. Detections below a score of 0.2 are 0.
     """
 
-    def __init__(self, unsafe: Sequence[str] = UNSAFE, num_frames: int = 8):
+    def __init__(self, unsafe: Sequence[str] = UNSAFE, num_frames: PositiveInt = 8):
         unknown = sorted(set(unsafe) - set(CLASSES))
         if unknown or not unsafe:
             raise ValueError(

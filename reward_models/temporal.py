@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
 from reward_models.backbones import EfficientNet, Encoder
 from reward_models.network import NetworkReward
 
@@ -73,7 +73,7 @@ class SubjectConsistency(NetworkReward):
         self,
         encoder: Encoder | None = None,
         device: str = "auto",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
         self.encoder = EfficientNet() if encoder is None else encoder

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Rater
-from flowalign.types import Backbone, Head, MediaBatch, RewardSpec
+from flowalign.types import Backbone, Head, MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, load_exactly, read_tensors
 from reward_models.network import NetworkReward, Rated
 
@@ -33,7 +33,7 @@ class TrainedReward(NetworkReward):
         path: str,
         units: Literal["z-score", "calibrated"] = "z-score",
         device: str = "auto",
-        batch_size: int = 32,
+        batch_size: PositiveInt = 32,
         offload: bool = False,
         trusted: Sequence[str] = ("reward_models",),
         prefix: str = "",

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.checkpoints import (
     find_folder,
     read_folder,
@@ -95,7 +95,7 @@ class VideoReward(NetworkReward):
         normalisation: Normalisation = "checkpoint",
         dtype: Dtype = "bfloat16",
         device: str = "auto",
-        batch_size: int = 4,
+        batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
         checked_options(position_mode, dtype)

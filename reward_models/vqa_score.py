@@ -16,7 +16,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
 from reward_models.checkpoints import (
     find_file,
     find_folder,
@@ -115,7 +115,7 @@ class ClipFlanT5(NetworkReward):
         vision: str | None = None,
         device: str = "auto",
         dtype: Dtype = "float32",
-        batch_size: int = 8,
+        batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
         self.source, self.tokenizer_source, self.vision = source, tokenizer, vision

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase
 from transformers.video_utils import VideoMetadata
 
-from flowalign.types import Loadable, MediaBatch
+from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
 from reward_models.checkpoints import find_folder, read_json, signature
 from reward_models.frames import at_rate
 from reward_models.pixels import resized
@@ -62,10 +62,10 @@ class QwenYesNo(YesNoJudge):
         source: str,
         device: str = "auto",
         dtype: Dtype = "bfloat16",
-        batch_size: int = 4,
-        max_pixels: int = 768 * 28 * 28,
-        fps: float = 1.0,
-        max_frames: int = 24,
+        batch_size: PositiveInt = 4,
+        max_pixels: PositiveInt = 768 * 28 * 28,
+        fps: PositiveFloat = 1.0,
+        max_frames: PositiveInt = 24,
         canonical: bool = True,
     ):
         if batch_size < 1 or max_frames < 2 or fps <= 0 or max_pixels < _MIN_PIXELS:

@@ -15,6 +15,7 @@ from torch import Tensor
 from flowalign.credit.groups import per_prompt_and_step, siblings
 from flowalign.functional.advantage import group_mean
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import NonNegativeInt, PositiveFloat, PositiveInt
 
 
 def fused(
@@ -71,13 +72,13 @@ class Branch(CreditEstimator):
     compare: Literal["siblings", "depth"] = "siblings"
     """siblings: compares transitions from the same state (TempFlow-GRPO). depth: compares all
     transitions of the prompt at the same step (BranchGRPO)."""
-    beta: float | None = None
+    beta: PositiveFloat | None = None
     """Null: outcomes below a state count alike. Otherwise children are weighted by softmax(beta *
     logp)."""
-    width: int | None = None
+    width: PositiveInt | None = None
     """Number of the best and of the worst of each comparison that are trained (width pruning);
     null: all."""
-    depths: Sequence[int] | None = None
+    depths: Sequence[NonNegativeInt] | None = None
     """Indices of the steps that are trained (depth pruning); null: all."""
 
     def __post_init__(self) -> None:

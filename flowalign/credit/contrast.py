@@ -13,6 +13,7 @@ from torch import Tensor
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import NonNegativeFloat
 
 
 def contrast(
@@ -43,7 +44,7 @@ class Contrast(CreditEstimator):
     below samples_per_prompt or by trees, and advantage_scale given.
     """
 
-    threshold: float = 0.5
+    threshold: NonNegativeFloat = 0.5
     """Smallest size of a score that is kept, in standard deviations of the prompt's outcomes."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import UnitInterval
 
 
 def discounted_sums(next_values: Float[Tensor, "B n R"], gamma: float) -> Float[Tensor, "B n R"]:
@@ -33,7 +34,7 @@ class Discounted(CreditEstimator):
     have longer sums, so compare equal steps: not with advantage_scale joint.
     """
 
-    gamma: float
+    gamma: UnitInterval
     """Discount in (0, 1]. No default, as the published value is not known to us; 0 would be
     NextValue."""
 

@@ -12,6 +12,7 @@ from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.functional.advantage import compared
 from flowalign.functional.completion import Completion
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Granular(CreditEstimator):
     Random(size=1), seeds_per_prompt 1. Credit by granularity needs advantage_scale given.
     """
 
-    strides: Sequence[int] = (1, 2, 3)
+    strides: Sequence[PositiveInt] = (1, 2, 3)
     """One granularity each: a completion takes one step, then every stride-th point of the
     schedule."""
 

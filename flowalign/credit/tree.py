@@ -10,6 +10,7 @@ from flowalign.credit.branch import fused
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class LeafAdvantage(CreditEstimator):
     of flowalign.sampling.Tree, and advantage_scale given.
     """
 
-    beta: float | None = None
+    beta: PositiveFloat | None = None
     """Null: leaves count alike. Otherwise children are weighted by softmax(beta * logp); TreeGRPO:
     1."""
 

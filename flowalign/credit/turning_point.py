@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import NonNegativeFloat
 
 Constraint = Literal["consistent", "none"]
 
@@ -85,7 +86,7 @@ class TurningPoint(CreditEstimator):
     """Let the first step be a turning point."""
     balance: bool = True
     """Keep as many turning points of rising as of falling trajectories per prompt."""
-    dead_zone: float = 0.0
+    dead_zone: NonNegativeFloat = 0.0
     """Largest change of value that has no sign, in units of the reward. 0 suits noiseless
     rewards."""
 

@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from flowalign.utils.ranges import PositiveInt
+
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
     """Defines how the ODE completes an intermediate state."""
 
-    max_steps: int | None = None
+    max_steps: PositiveInt | None = None
     """Number of ODE steps. Null: every remaining step (DenseGRPO, TP-GRPO). 1: the one-step
     prediction of the data. m: about evenly spaced remaining points (Stepwise-Flow-GRPO uses 5)."""
-    stride: int = 1
+    stride: PositiveInt = 1
     """After one single step the ODE takes every stride-th point (G2RPO's granularity). 1: every
     point."""
     guidance: Literal["same", "off"] = "same"

@@ -12,7 +12,7 @@ the Euler step of the probability-flow ODE, so deterministic sampling needs no s
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -47,6 +47,8 @@ class Kernel(ABC):
     density: Density = "gaussian"
     """Score of a transition: "gaussian" is the log-density, "unit" is -mean((x_next - mean)^2), as
     CPS code uses."""
+    largest_eta: ClassVar[float] = math.inf
+    """Noise level above which the fresh noise alone is more than the next state has."""
 
     @abstractmethod
     def coefficients(
@@ -99,6 +101,7 @@ class CPS(Kernel):
     """
 
     density: Density = "unit"
+    largest_eta: ClassVar[float] = 1.0
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
@@ -135,6 +138,8 @@ class DDIM(Kernel):
     Source: DDIM, arXiv:2010.02502v4, Eq. (16); DDPO, arXiv:2305.13301v4 uses eta = 1.
     """
 
+    largest_eta: ClassVar[float] = 1.0
+
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""
         sigma, following = sigmas[k], sigmas[k + 1]
@@ -152,6 +157,8 @@ class StepwiseDDIM(Kernel):
 
     Source: Stepwise-Flow-GRPO, arXiv:2603.28718, known from secondary sources.
     """
+
+    largest_eta: ClassVar[float] = 1.0
 
     def coefficients(self, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
         """Return (c1, std) of the step from sigmas[k] to sigmas[k + 1]."""

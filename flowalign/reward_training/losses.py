@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from flowalign.functional import reward_loss as losses
 from flowalign.functional.rating import Ratings
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
 
 LabelKind = Literal["ranks", "votes", "ratings"]
 
@@ -98,7 +99,9 @@ class BradleyTerryTies(RewardLoss):
 
     reads = ("ranks", "ratings")
 
-    def __init__(self, tie_share: float = 2 / 3, learn_k: bool = True):
+    def __init__(
+        self, tie_share: Annotated[float, Range(above=0, below=1)] = 2 / 3, learn_k: bool = True
+    ):
         super().__init__()
         start = torch.tensor(losses.log_k_of(tie_share))
         # softplus keeps log k above 0 whatever the optimizer does.
@@ -187,7 +190,7 @@ class Regression(RewardLoss):
     reads = ("ratings",)
     compares = False
 
-    def __init__(self, delta: float | None = None):
+    def __init__(self, delta: PositiveFloat | None = None):
         super().__init__()
         if delta is not None and not delta > 0:
             raise ValueError(f"delta is {delta}; it must be above 0, or null for squared error")
@@ -210,7 +213,7 @@ class Ordinal(RewardLoss):
 
     reads = ("ratings",)
 
-    def __init__(self, levels: Sequence[int | float]):
+    def __init__(self, levels: Sequence[FiniteFloat]):
         super().__init__()
         if len(levels) < 2 or list(levels) != sorted(set(levels)):
             raise ValueError(f"levels are {list(levels)}; give two or more, increasing")

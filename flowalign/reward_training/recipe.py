@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowalign.reward_training.losses import LabelKind, RewardLoss
+from flowalign.utils.ranges import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +14,7 @@ class Dimension:
     loss: RewardLoss
     labels: LabelKind = "ranks"
     """Kind of labels that the loss learns from."""
-    weight: float = 1.0
+    weight: PositiveFloat = 1.0
     """Weight of its loss in the sum over dimensions, above 0."""
 
     def __post_init__(self) -> None:
@@ -31,7 +32,7 @@ class Dimension:
 class Ridge:
     """Configures the first stage: ridge regression sets the head's linear layer (ArmoRM)."""
 
-    penalties: Sequence[float] = (1e-4, 1e-2, 1.0, 1e2, 1e4)
+    penalties: Sequence[PositiveFloat] = (1e-4, 1e-2, 1.0, 1e2, 1e4)
     """Penalties to try, above 0; the best on the held-out records is taken per dimension."""
     freeze: bool = True
     """Whether that layer stays as it is, so that only the rest is trained: the gates."""
@@ -46,11 +47,11 @@ class Ridge:
 class Schedule:
     """Configures how long a reward model is trained."""
 
-    epochs: int = 20
+    epochs: PositiveInt = 20
     """Largest number of epochs."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Records in a minibatch."""
-    patience: int = 5
+    patience: PositiveInt = 5
     """Epochs without a lower held-out loss after which training stops; the best epoch is kept."""
     ridge: Ridge | None = None
     """First stage before the first epoch; null: none."""

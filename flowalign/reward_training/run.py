@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import yaml
@@ -21,6 +21,7 @@ from flowalign.reward_training.training import RewardTrainer, drawing, frames_fo
 from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone, Head
 from flowalign.utils.files import write_text
+from flowalign.utils.ranges import Decay, PositiveInt, Range, Seed
 from flowalign.utils.tracking import Tracker
 from flowalign.utils.yaml_files import load_typed
 
@@ -52,20 +53,20 @@ class RewardRun:
     dimensions: dict[str, Dimension]
     """Dimensions of the reward, named as in the data."""
     data: list[Data]
-    held_out: float = 0.1
+    held_out: Annotated[float, Range(above=0, below=1)] = 0.1
     """Share of the prompts that decide when to stop, and calibrate; in (0, 1)."""
-    test: float = 0.1
+    test: Decay = 0.1
     """Share of the prompts that decide nothing and are only reported; in [0, 1)."""
     modality: Literal["image", "video", "any"] = "any"
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
     embeddings: str | None = "runs/embeddings"
     """Folder that caches the features of frozen backbones; null: no cache."""
-    max_failed_fraction: float = 0.01
+    max_failed_fraction: Decay = 0.01
     """Largest share of unreadable media, and of invalid rows, in [0, 1)."""
-    seed: int = 0
+    seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads; null: torch's choice."""
     output_dir: str = "runs/reward"
 

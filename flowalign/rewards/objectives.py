@@ -18,6 +18,7 @@ from flowalign.functional.combine import (
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
 from flowalign.types import ValueFunction
+from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
 """Samples that compete in Pareto selection: none, those of a prompt, or those of a step."""
@@ -34,10 +35,10 @@ class LogSigmoidCentred:
     Source: arXiv:2402.00742.
     """
 
-    reference: Mapping[str, float]
+    reference: Mapping[str, FiniteFloat]
     """Reward that is good enough, per weighted dimension, such as a quantile of the untrained
     model's rewards."""
-    scale: float = 1.0
+    scale: PositiveFloat = 1.0
     """Rewards per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
 
     def __post_init__(self) -> None:
@@ -88,13 +89,13 @@ class Thresholds:
     keeps the coefficient of the algorithm.
     """
 
-    at: Mapping[str, float]
+    at: Mapping[str, FiniteFloat]
     """Mean reward that is wanted, by dimension."""
     bound: Bound = "at_least"
     """at_least: a dimension beyond its threshold counts less and less. near: it is pushed back."""
-    rate: float = 0.1
+    rate: PositiveFloat = 0.1
     """Learning rate of the multipliers, above 0."""
-    momentum: float = 0.1
+    momentum: Decay = 0.1
     """Momentum of the multipliers' updates, in [0, 1)."""
 
     def __post_init__(self) -> None:

@@ -22,15 +22,16 @@ from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import Policy, RewardModel
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ema:
     """Configures averaged weights, which are evaluated and saved beside the live ones."""
 
-    decay: float = 0.9
+    decay: Decay = 0.9
     """Decay of the average, in [0, 1). Default: 0.9, as in Flow-GRPO's code."""
-    every: int = 1
+    every: PositiveInt = 1
     """Optimizer updates between two averagings. Flow-GRPO's code: 8."""
 
     def __post_init__(self) -> None:
@@ -47,14 +48,14 @@ class Run:
 
     policy: Policy
     """Model that is trained, by dotted path of a class in `pipelines` or of your own."""
-    num_steps: int
+    num_steps: PositiveInt
     """Steps of the loop, each with its updates."""
     recipe: Recipe
     """Kind of training and its settings, by dotted path: `flowalign.training.PolicyGradient`,
     `flowalign.training.Matching` or your own."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
-    reward_weights: dict[str, float] = field(default_factory=dict)
+    reward_weights: dict[str, FiniteFloat] = field(default_factory=dict)
     """Weight per reward dimension; unnamed dimensions are only logged."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
@@ -66,11 +67,11 @@ class Run:
     """When checkpoints are written, and how many are kept."""
     trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
     """Trackers besides metrics.jsonl, which is always written."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of every random draw but those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy; auto: a GPU if there is one."""
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
     """Run directory. If no file sets it: runs/ and the names of the run files, joined by
@@ -173,17 +174,22 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
             f"flowalign convert {' '.join(map(run_folder, names))}"
         )
     parser, dashed = _parser(), _with_dashes(overrides)
+    given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
+    origins = {**composed.origins, **dict.fromkeys(given, "command line")}
     try:
         parsed = parser.parse_args(
             ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
         )
+        for key, what in out_of_range(parsed, Run):
+            raise ConfigError(f"{origin_of(origins, key) or shown}: {key} is {what}")
         text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
         built = parser.instantiate_classes(parsed)
         run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
     except (ValueError, TypeError, ArgumentError) as error:
-        raise ConfigError(_readable(str(error), shown, parser, composed.origins)) from error
-    given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
-    return Loaded(run, text, composed.origins | dict.fromkeys(given, "command line"))
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(_readable(str(error), shown, parser, origins)) from error
+    return Loaded(run, text, origins)
 
 
 class _Parser(ArgumentParser):
@@ -202,8 +208,14 @@ def _parser() -> ArgumentParser:
 
 
 def _with_dashes(overrides: Sequence[str]) -> list[str]:
-    """Accept `a.b=c` as well as `--a.b c` and `--a.b=c`."""
-    return [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
+    """Accept `a.b=c` and `--a.b c` as well as `--a.b=c`, which no value of `c` can break."""
+    dashed: list[str] = []
+    for part in overrides:
+        if part.startswith("--") or not dashed or "=" in dashed[-1]:
+            dashed.append(part if part.startswith("-") or "=" not in part else f"--{part}")
+        else:
+            dashed[-1] += f"={part}"
+    return dashed
 
 
 def _readable(message: str, config: str, parser: ArgumentParser, origins: Mapping[str, str]) -> str:

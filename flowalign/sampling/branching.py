@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from jaxtyping import Float, Int
@@ -10,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import SharedRows
+from flowalign.utils.ranges import GroupSize, NonNegativeFloat, NonNegativeInt, Range
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,14 @@ class Tree(Branching):
     whose formula is not public: a (1 + growth * depth / (levels - 1)), our reconstruction.
     """
 
-    splits: Sequence[int] | None = None
+    splits: Sequence[NonNegativeInt] | None = None
     """Indices of the steps at which to split; null: every step of the window."""
-    children: int = 2
+    children: GroupSize = 2
     """States that each split makes of one, at least 2."""
-    growth: float = 0.0
+    growth: Annotated[float, Range(above=-1)] = 0.0
     """Excess of the deepest split's noise level over the first split's, relative to it; above
     -1."""
-    sibling_noise_scale: float | None = None
+    sibling_noise_scale: NonNegativeFloat | None = None
     """s: siblings draw (common + s own) / sqrt(1 + s^2); BranchGRPO: 4. Each one by itself remains
     a standard normal, unlike in the released code, which scales the noise. Null: siblings share no
     noise."""
@@ -119,7 +121,7 @@ class Comb(Branching):
     Source: TempFlow-GRPO, arXiv:2508.04324, 6 children.
     """
 
-    children: int = 6
+    children: GroupSize = 6
     """Samples that leave the spine at each window step, at least 2."""
 
     def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ from flowalign.functional.calibration import (
     paper_rule,
 )
 from flowalign.utils.files import write_text
+from flowalign.utils.ranges import PositiveFloat, PositiveInt
 
 Rule = Literal["damped", "paper"]
 Gains = Callable[[Tensor, int], Tensor]
@@ -46,20 +47,20 @@ class Calibration:
     """Update rule of psi. paper: Alg. 1 to the letter. damped: ours, as the paper's collapses to
     the floor where counts are noisy, and takes absolute steps, coarse where psi is small and slow
     where it is large."""
-    num_samples: int = 64
+    num_samples: PositiveInt = 64
     """N, trajectories per iteration, each with a prompt of its own."""
-    iterations: int = 40
+    iterations: PositiveInt = 40
     """Number of iterations; raising it continues a finished calibration."""
-    threshold: float | None = None
+    threshold: PositiveFloat | None = None
     """paper: difference between the counts of positive and negative gains from which psi is
     lowered; null: 2. damped: surplus of negative over positive gains that is tolerated, as a share
     in (0, 1); null: 0.2, which is 40 % positive and 60 % negative."""
-    step: float | None = None
+    step: PositiveFloat | None = None
     """paper: change of psi; null: 0.01. damped: change of log psi in the first iteration if all
     gains have one sign; null: 1."""
-    floor: float = 1e-3
+    floor: PositiveFloat = 1e-3
     """Smallest psi."""
-    ceiling: float | None = None
+    ceiling: PositiveFloat | None = None
     """Bound on psi: psi <= ceiling sqrt(sigma / (1 - sigma)). Null: no bound for paper, and 1 for
     damped, a little above the 0.7 to 0.9 of published runs: where the reward does not see the
     noise, signs set no bound."""

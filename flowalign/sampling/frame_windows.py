@@ -25,6 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt
+
 
 class FrameWindow(ABC):
     """Chooses the latent frames in which the samples of a prompt differ."""
@@ -38,9 +40,9 @@ class FrameWindow(ABC):
 class FixedFrames(FrameWindow):
     """Chooses latent frames start, ..., stop - 1 for every prompt."""
 
-    start: int
+    start: NonNegativeInt
     """Index of the first latent frame."""
-    stop: int
+    stop: PositiveInt
     """Index after the last latent frame."""
 
     @override
@@ -52,7 +54,7 @@ class FixedFrames(FrameWindow):
 class RandomFrames(FrameWindow):
     """Draws `length` consecutive latent frames for each prompt of each step."""
 
-    length: int
+    length: PositiveInt
     """Number of latent frames."""
 
     @override

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,14 @@ from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, 
 from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.types import Policy, SharedRows, Trajectory
+from flowalign.utils.ranges import (
+    DenoisingSteps,
+    GroupSize,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    require_ranges,
+)
 
 Key = TypeVar("Key")
 
@@ -45,52 +53,53 @@ class Storage:
         return x.cpu() if self.device == "cpu" else x
 
 
+NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """Configures how the trajectories of a prompt are drawn."""
 
-    num_steps: int = 10
+    num_steps: DenoisingSteps = 10
     """T, denoising steps of a trajectory. Default: 10, as in Flow-GRPO's SD3.5 runs."""
-    samples_per_prompt: int = 24
+    samples_per_prompt: GroupSize = 24
     """G, the size of the group whose members are compared. Default: 24, as in Flow-GRPO's SD3.5
     runs."""
-    eta: float | list[float] = 0.7
+    eta: NoiseLevel | list[NoiseLevel] = 0.7
     """Noise level inside the window, or one for each step; its meaning is the kernel's. Default:
     0.7, as in Flow-GRPO."""
     kernel: Kernel = field(default_factory=FlowSDE)
     """Transition family: how a step adds noise."""
     sde_window: SDEWindow = field(default_factory=AllButLast)
     """Steps that are stochastic and trained; all others are ODE steps."""
-    seeds_per_prompt: int | None = None
+    seeds_per_prompt: PositiveInt | None = None
     """Number of different initial noises among the samples of a prompt. Null: one per sample for
     chains, 1 for trees and combs. 1: all samples share it (DanceGRPO, MixGRPO). TempFlow-GRPO:
     4."""
     branching: Branching = field(default_factory=Chain)
     """Arrangement of the samples of one initial noise: chain, tree or comb."""
-    merge: float | None = None
+    merge: PositiveFloat | None = None
     """Entropy to reach: makes the one SDE step so long that exp(entropy per element) is this.
     E-GRPO: 2.2. Null: no step is merged."""
     frame_window: FrameWindow | None = None
     """Latent frames of a video in which the samples of a prompt differ. Null: all of them."""
     states: Storage = field(default_factory=Storage)
     """Device and precision of the states that are kept for training."""
-    micro_batch: int = 64
+    micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call; the memory of a rollout grows with it."""
 
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
-        for name in ("num_steps", "samples_per_prompt", "micro_batch", "seeds_per_prompt"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"sampling.{name} is {value}; it must be at least 1")
-        levels = self.eta if isinstance(self.eta, list) else [self.eta]
-        if not all(level > 0 for level in levels):
-            raise ValueError(f"sampling.eta is {self.eta}; exploration needs a noise level above 0")
+        require_ranges(self, "sampling")
         if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
             raise ValueError(
                 f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
                 "give one number, or one for each step"
             )
+
+    @property
+    def _levels(self) -> list[float]:
+        return self.eta if isinstance(self.eta, list) else [self.eta]
 
     def layout(self, steps: Sequence[int]) -> Layout:
         """Return the samples of one prompt, stochastic in `steps`.
@@ -108,7 +117,16 @@ class Sampling:
         seeds = self.seeds_per_prompt
         if seeds is None:
             seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
-        return layout(self.branching, self.samples_per_prompt, seeds, eta)
+        arranged = layout(self.branching, self.samples_per_prompt, seeds, eta)
+        if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
+            raise ValueError(
+                f"sampling.eta is {self.eta}, up to {loudest:g} where it branches; "
+                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}"
+                if loudest > max(self._levels)
+                else f"sampling.eta is {self.eta}; {type(self.kernel).__name__} takes at most "
+                f"{self.kernel.largest_eta:g}: there all of the next state's noise is fresh"
+            )
+        return arranged
 
     def num_starts(self, steps: Sequence[int]) -> int:
         """Return the number of different initial noises per prompt."""

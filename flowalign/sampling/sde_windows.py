@@ -2,9 +2,12 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from typing_extensions import override
+
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, Range
 
 
 class SDEWindow(ABC):
@@ -38,9 +41,9 @@ class AllButLast(SDEWindow):
 class Fixed(SDEWindow):
     """Chooses steps start, ..., stop - 1."""
 
-    start: int
+    start: NonNegativeInt
     """Index of the first step."""
-    stop: int
+    stop: PositiveInt
     """Index after the last step."""
 
     @override
@@ -55,11 +58,11 @@ class Random(SDEWindow):
     Source: Flow-GRPO-Fast (code of arXiv:2505.05470): size 2 or 3, start in the first half.
     """
 
-    size: int = 2
+    size: PositiveInt = 2
     """Number of steps."""
-    low: int = 0
+    low: NonNegativeInt = 0
     """Smallest index of the first step."""
-    high: int | None = None
+    high: PositiveInt | None = None
     """Index above the largest first step; null: half the number of steps."""
 
     @override
@@ -83,7 +86,7 @@ class RandomSubset(SDEWindow):
     Source: DanceGRPO, arXiv:2505.07818v4, 0.6.
     """
 
-    share: float = 0.6
+    share: Annotated[float, Range(above=0, most=1)] = 0.6
     """Share of the steps that are stochastic, rounded down to a number of steps."""
 
     @override
@@ -105,11 +108,11 @@ class Sliding(SDEWindow):
     shrink; here the window stays whole.
     """
 
-    size: int = 4
+    size: PositiveInt = 4
     """Number of denoising steps in the window."""
-    every: int = 25
+    every: PositiveInt = 25
     """Steps of the loop between two moves."""
-    stride: int = 1
+    stride: PositiveInt = 1
     """Denoising steps by which the window moves."""
 
     @override
@@ -131,9 +134,9 @@ class Geometric(SDEWindow):
     Source: TreeGRPO, arXiv:2512.08153, size 3 and ratio 0.5.
     """
 
-    size: int = 3
+    size: PositiveInt = 3
     """Number of steps."""
-    ratio: float = 0.5
+    ratio: Annotated[float, Range(above=0, most=1)] = 0.5
     """Ratio of the probabilities of consecutive starts, in (0, 1]."""
 
     @override
@@ -156,9 +159,9 @@ class Backward(SDEWindow):
     Source: B2-DiffuRL, arXiv:2503.11240: of 20 steps the last 14, growing to all in 100 stages.
     """
 
-    first: int = 14
+    first: PositiveInt = 14
     """Number of last steps in the first step of the loop, at least 2."""
-    every: int = 14
+    every: PositiveInt = 14
     """Steps of the loop after which the window grows by one denoising step."""
 
     @override

@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.training.learner import Learner
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt
 
 _PREFIX = "step-"
 
@@ -33,9 +34,9 @@ _PREFIX = "step-"
 class Checkpoints:
     """Configures when checkpoints are written and kept; the last step is always saved."""
 
-    every: int = 50
+    every: PositiveInt = 50
     """Steps of the loop between two checkpoints."""
-    keep: int = 3
+    keep: NonNegativeInt = 3
     """Number of newest checkpoints that are kept; 0 keeps all."""
     verify: Literal["never", "first_and_last", "always"] = "first_and_last"
     """Which checkpoints are read back through the model's own pipeline, with a difference that must

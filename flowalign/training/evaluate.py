@@ -18,6 +18,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
 from flowalign.types import Policy
 from flowalign.utils.files import write_text
+from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8
@@ -29,19 +30,19 @@ class Evaluation:
 
     prompts: Mapping[str, str] = field(default_factory=dict)
     """Prompts file of each split, by the name of the split."""
-    num_prompts: int = 512
+    num_prompts: PositiveInt = 512
     """Number of samples, divided evenly over the splits; prompts repeat with other seeds to fill it
     up."""
-    num_steps: int = 40
+    num_steps: DenoisingSteps = 40
     """Denoising steps. Default: 40, as Flow-GRPO evaluates."""
-    every: int = 0
+    every: NonNegativeInt = 0
     """Steps of the loop between evaluations; 0 evaluates before the first step and after the last
     only."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the initial noises, independent of the run's."""
-    micro_batch: int = 64
+    micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call."""
-    grid: int = 24
+    grid: PositiveInt = 24
     """Number of samples in the grid that is written with each evaluation."""
 
     def __post_init__(self) -> None:
@@ -50,15 +51,11 @@ class Evaluation:
             raise ValueError(
                 "evaluation.prompts names no split; give at least one, or evaluation: null"
             )
-        if self.num_prompts < len(self.prompts) or self.num_steps < 1:
+        require_ranges(self, "evaluation")
+        if self.num_prompts < len(self.prompts):
             raise ValueError(
-                f"evaluation.num_prompts is {self.num_prompts} and num_steps {self.num_steps}; "
-                "need at least one per split, and one step"
-            )
-        if self.micro_batch < 1 or self.grid < 1:
-            raise ValueError(
-                f"evaluation.micro_batch is {self.micro_batch} and grid {self.grid}; "
-                "both must be at least 1"
+                f"evaluation.num_prompts is {self.num_prompts}; "
+                f"each of the {len(self.prompts)} splits needs at least one"
             )
 
     def items(self) -> list[tuple[str, str]]:

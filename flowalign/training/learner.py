@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,14 @@ from flowalign.distributed.processes import Processes
 from flowalign.training.ema import EMA
 from flowalign.training.reference import reference_for
 from flowalign.types import Policy, VelocityField
+from flowalign.utils.ranges import (
+    Decay,
+    NonNegativeInt,
+    PositiveFloat,
+    Range,
+    UnitInterval,
+    require_ranges,
+)
 
 
 class TrainingFailure(RuntimeError):
@@ -26,29 +34,26 @@ class Optimizer:
     Flow-GRPO's code.
     """
 
-    learning_rate: float = 3e-4
+    learning_rate: Annotated[float, Range(above=0, most=1)] = 3e-4
     """Largest learning rate, above 0."""
-    weight_decay: float = 1e-4
+    weight_decay: UnitInterval = 1e-4
     """Decoupled weight decay of AdamW."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decays of AdamW's running means of the gradient and of its square."""
-    eps: float = 1e-8
+    eps: Annotated[float, Range(above=0, most=1)] = 1e-8
     """Constant added to the denominator of AdamW."""
-    warmup: int = 0
+    warmup: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly from 0; 0: none."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Form in which the learning rate falls to 0 at the end of the run; constant: it does not."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Norm of the whole gradient, summed over ranks, above which it is scaled down."""
-    max_skipped: int = 10
+    max_skipped: NonNegativeInt = 10
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def __post_init__(self) -> None:
         """Reject settings that cannot train."""
-        if not self.learning_rate > 0:
-            raise ValueError(f"optimizer.learning_rate is {self.learning_rate}; it must be above 0")
-        if not self.max_grad_norm > 0:
-            raise ValueError(f"optimizer.max_grad_norm is {self.max_grad_norm}; it must be above 0")
+        require_ranges(self, "optimizer")
 
     def rate(self, update: int, total: int) -> float:
         """Return the learning rate of the update with this index, of `total`."""

@@ -36,8 +36,30 @@ from flowalign.types.reward import (
 )
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import Minibatch, PolicyLoss
+from flowalign.utils.ranges import (
+    Decay,
+    FiniteFloat,
+    Guidance,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seed,
+    UnitInterval,
+)
 
 __all__ = [
+    "Decay",
+    "FiniteFloat",
+    "Guidance",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Range",
+    "Seed",
+    "UnitInterval",
     "ALONE",
     "Backbone",
     "Cond",

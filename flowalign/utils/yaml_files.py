@@ -9,6 +9,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
+from flowalign.utils.ranges import out_of_range
 
 T = TypeVar("T")
 
@@ -32,9 +33,13 @@ def load_typed(
     dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
     try:
         parsed = parser.parse_args(["--config", str(path), *dashed])
+        for key, what in out_of_range(parsed, kind):
+            raise ConfigError(f"{config}: {key} is {what}")
         text = parser.dump(parsed, skip_none=False)
         built: dict[str, Any] = dict(vars(parser.instantiate_classes(parsed)))
         return kind(**{name: value for name, value in built.items() if name != "config"}), text
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
+        if isinstance(error, ConfigError):
+            raise
         lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
         raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error

@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from flowalign.types import Loadable
+from flowalign.types import Loadable, NonNegativeFloat, PositiveFloat, PositiveInt
 from reward_models.chat.cache import AnswerCache
 from reward_models.chat.circuit_breaker import ChatError, CircuitBreaker, ServerDown
 from reward_models.chat.loop import LoopThread
@@ -32,17 +32,17 @@ class Server:
     """Name under which the server offers the model."""
     key_variable: str | None = None
     """Environment variable that holds the API key; null: none is sent."""
-    concurrency: int = 16
+    concurrency: PositiveInt = 16
     """Maximum number of requests in flight at the same time."""
-    timeout: float = 120.0
+    timeout: PositiveFloat = 120.0
     """Seconds that one attempt may take, to its last byte."""
-    attempts: int = 4
+    attempts: PositiveInt = 4
     """Maximum attempts at a request that meets a 429, a 5xx, a broken connection or a timeout."""
-    backoff: float = 0.5
+    backoff: NonNegativeFloat = 0.5
     """Seconds before the second attempt; doubled for each further one, times 0.5 to 1 at random."""
-    max_failures: int = 8
+    max_failures: PositiveInt = 8
     """Failed requests in a row, all attempts included, that open the circuit breaker."""
-    rest: float = 30.0
+    rest: NonNegativeFloat = 30.0
     """Seconds without requests after the circuit breaker has opened."""
     cache: str | None = "memory"
     """Where answers are kept: a folder, `memory`, or null to ask every time."""

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.types import NonNegativeFloat, NonNegativeInt, PositiveInt, Seed
 from reward_models.chat.circuit_breaker import ChatError
 from reward_models.chat.client import ChatAnswer, ChatClient, Messages, Server
 from reward_models.chat.parsers import Unparsable
@@ -22,13 +23,13 @@ Read = Callable[[Sequence[ChatAnswer]], Sequence[float]]
 class Sampling:
     """Configures how answers are sampled."""
 
-    passes: int = 1
+    passes: PositiveInt = 1
     """Independent answers per sample; the score is their mean."""
-    temperature: float = 0.0
-    max_tokens: int = 1024
-    seed: int = 42
+    temperature: NonNegativeFloat = 0.0
+    max_tokens: PositiveInt = 1024
+    seed: Seed = 42
     """Seed of the first pass; the following passes count up from it."""
-    retries: int = 2
+    retries: NonNegativeInt = 2
     """Maximum number of new answers, each with a new seed, for one that cannot be parsed."""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ Q-Align: values from 1 to 0. DeQA-Score: from 5 to 1.
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import FiniteFloat, MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown
 from reward_models.chat.judge import ChatJudge
@@ -29,10 +29,10 @@ class Levels(ChatJudge):
     def __init__(
         self,
         server: Server,
-        levels: Mapping[str, float] = LEVELS,
+        levels: Mapping[str, FiniteFloat] = LEVELS,
         question: str = QUESTION,
         beginning: str = BEGINNING,
-        frames: int = 8,
+        frames: PositiveInt = 8,
         template: str = "levels",
         sampling: Sampling = _SAMPLING,
     ):

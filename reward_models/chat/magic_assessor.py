@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls, with_shortest_side
 from reward_models.chat.judge import ChatJudge
@@ -50,7 +50,7 @@ class MagicAssessor(ChatJudge):
     def __init__(
         self,
         server: Server,
-        side: int = 1024,
+        side: PositiveInt = 1024,
         template: str = "magic_assessor",
         sampling: Sampling = _SAMPLING,
     ):

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import MediaBatch
+from flowalign.types import MediaBatch, PositiveInt
 from reward_models.chat.client import ChatAnswer, Server
 from reward_models.chat.images import shown
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_positive
@@ -28,7 +28,7 @@ class ServedYesNo(YesNoJudge):
     def __init__(
         self,
         server: Server,
-        frames: int = 8,
+        frames: PositiveInt = 8,
         template: str = "yes_no",
         sampling: Sampling = _SAMPLING,
     ):

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls, shown, squashed
 from reward_models.chat.judge import ChatJudge
@@ -73,7 +73,7 @@ class UnifiedRewardPoint(ChatJudge):
         server: Server,
         form: Literal["axes", "final"] = "axes",
         template: str | None = None,
-        squash: int | None = None,
+        squash: PositiveInt | None = None,
         sampling: Sampling = _POINT,
     ):
         check_known("form", form, ("axes", "final"))
@@ -118,7 +118,7 @@ class UnifiedRewardPair(PairJudge):
         server: Server,
         form: Literal["plain", "think"] = "plain",
         template: str | None = None,
-        frames: int = 8,
+        frames: PositiveInt = 8,
         sampling: Sampling = _PAIR,
     ):
         check_known("form", form, ("plain", "think"))

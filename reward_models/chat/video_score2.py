@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveFloat, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import data_urls
 from reward_models.chat.judge import ChatJudge
@@ -73,7 +73,7 @@ class VideoScore2(ChatJudge):
         self,
         server: Server,
         mode: Literal["expectation", "upstream", "integer"] = "expectation",
-        rate: float = 2.0,
+        rate: PositiveFloat = 2.0,
         template: str = "video_score2",
         sampling: Sampling = _SAMPLING,
     ):

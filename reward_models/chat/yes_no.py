@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
 from reward_models.chat.images import shown
 from reward_models.chat.judge import ChatJudge
@@ -25,7 +25,7 @@ class YesNo(ChatJudge):
         self,
         server: Server,
         questions: Mapping[str, str] = QUESTIONS,
-        frames: int = 8,
+        frames: PositiveInt = 8,
         template: str = "yes_no",
         sampling: Sampling = _SAMPLING,
     ):

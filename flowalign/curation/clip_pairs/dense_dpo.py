@@ -19,20 +19,21 @@ from flowalign.curation.clip_pairs.method import ClipPair, Dropped, Method, Resu
 from flowalign.functional.corruption import step_at_level
 from flowalign.functional.segments import Span, frames_of, preferred, spans, temporal_stride
 from flowalign.rewards.composite import Rewards
+from flowalign.utils.ranges import Decay, NonNegativeFloat, PositiveFloat, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
 class DensePairs(Method):
     """Makes two copies from one noise level; the rewards' weighted sum labels their segments."""
 
-    level: tuple[float, float] = (0.65, 0.8)
+    level: tuple[UnitInterval, UnitInterval] = (0.65, 0.8)
     """Range of the starting sigma, drawn per clip and snapped to the sampler grid. Both copies
     share it, so the loss cannot learn the noise level."""
-    seconds: float = 1.0
+    seconds: PositiveFloat = 1.0
     """Approximate length of a segment, in seconds."""
-    margin: float = 0.0
+    margin: NonNegativeFloat = 0.0
     """Largest difference of scores that still is a tie."""
-    min_decided: float = 0.2
+    min_decided: Decay = 0.2
     """A pair is kept if more than this share of its segments, in [0, 1), has a preference."""
 
     def __post_init__(self) -> None:

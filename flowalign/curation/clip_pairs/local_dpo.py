@@ -16,18 +16,19 @@ from flowalign.curation.clip_pairs.denoiser import ClipRegenerator, Clips
 from flowalign.curation.clip_pairs.method import ClipPair, Method, Results, Side
 from flowalign.functional.corruption import moving_mask, step_at_share
 from flowalign.rewards.composite import Rewards
+from flowalign.utils.ranges import PositiveInt, UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPairs(Method):
     """Makes the encoded clip the winner; the loser differs from its latents only inside a mask."""
 
-    strengths: Sequence[float] = (0.75, 0.8, 0.85)
+    strengths: Sequence[UnitInterval] = (0.75, 0.8, 0.85)
     """Shares of the sampler's steps that denoise the loser, in (0.6, 1]; each clip draws one. In
     training a stronger one counts more, see `readers.local_dpo.emphasis`."""
-    share: tuple[float, float] = (0.1, 0.5)
+    share: tuple[UnitInterval, UnitInterval] = (0.1, 0.5)
     """Range of the share of latent places that the mask covers, in (0, 1), drawn per clip. Ours."""
-    max_shapes: int = 5
+    max_shapes: PositiveInt = 5
     """Largest number of boxes and ellipses in a mask; at least one is drawn."""
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from flowalign.data.readers import Dataset, open_dataset
 from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from flowalign.types import Policy, RewardModel
+from flowalign.utils.ranges import Decay, DenoisingSteps, FiniteFloat, PositiveInt, Seed
 from flowalign.utils.yaml_files import load_typed
 
 
@@ -29,27 +30,27 @@ class ClipPairs:
     schema: str = "auto"
     root: str | None = None
     """Folder at which relative paths begin; null: the folder of the file."""
-    limit: int | None = None
+    limit: PositiveInt | None = None
     """Number of records that are read, from the first one; null: all."""
-    num_frames: int | None = None
+    num_frames: PositiveInt | None = None
     """Frames read per clip at the policy's fps; shorter clips are dropped. Null: the policy's own
     count. For policies that do not say how many."""
     rewards: list[RewardModel] = field(default_factory=list)
-    reward_weights: dict[str, float] = field(default_factory=dict)
+    reward_weights: dict[str, FiniteFloat] = field(default_factory=dict)
     """Weight per reward dimension; the weighted sum is what a method compares."""
-    num_steps: int = 40
+    num_steps: DenoisingSteps = 40
     """Steps of the sampler from pure noise; a clip takes those below its noise level."""
-    batch_size: int = 4
+    batch_size: PositiveInt = 4
     """Clips that are made into pairs and written together."""
-    micro_batch: int = 4
+    micro_batch: PositiveInt = 4
     """Clips per network call and decode."""
-    held_out: float = 0.1
+    held_out: Decay = 0.1
     """Share of the prompts whose pairs are never trained on, in [0, 1)."""
-    max_dropped_fraction: float = 0.05
+    max_dropped_fraction: Decay = 0.05
     """Largest share of unusable clips, in [0, 1]; with more, the command fails at the end."""
-    seed: int = 0
+    seed: Seed = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None
+    threads: PositiveInt | None = None
     """CPU threads; null: torch's choice."""
     output_dir: str = "runs/clip_pairs"
 

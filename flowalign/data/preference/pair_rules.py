@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.functional import pairing
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt
 
 Indices = tuple[Int[Tensor, "m"], Int[Tensor, "m"]]
 
@@ -31,9 +32,9 @@ class Rule(ABC):
 class BestWorst(Rule):
     """Pairs the best with the worst, unless they are equal: online DPO as Flow-GRPO has it."""
 
-    count: int = 1
+    count: PositiveInt = 1
     """Pairs per prompt: best against worst, second best against second worst, and so on."""
-    min_gap: float = 0.0
+    min_gap: NonNegativeFloat = 0.0
     """Smallest difference between the weighted sums of rewards of a pair."""
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class BestWorst(Rule):
 class Gap(Rule):
     """Pairs all samples whose weighted sums of rewards are at least `min_gap` apart."""
 
-    min_gap: float = 0.0
+    min_gap: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a gap that no pair can have."""
@@ -77,9 +78,9 @@ class Dominance(Rule):
     Source: VisionReward, arXiv:2412.21059.
     """
 
-    min_gap: float = 0.0
+    min_gap: NonNegativeFloat = 0.0
     """Smallest difference between the weighted sums of rewards of a pair."""
-    tolerance: float = 0.0
+    tolerance: NonNegativeFloat = 0.0
     """How much worse a winner may be in one dimension, in units of its score."""
 
     def __post_init__(self) -> None:

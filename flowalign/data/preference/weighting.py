@@ -7,6 +7,7 @@ import torch
 
 from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.functional.combine import gap_weights, unit_range
+from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +19,9 @@ class GapWeights:
     Source: AnimeReward, arXiv:2504.10044 (second hand), alpha 2; scaled over the whole dataset.
     """
 
-    scores: Mapping[str, float]
+    scores: Mapping[str, FiniteFloat]
     """Weight of each dimension in the score R, a weighted sum."""
-    alpha: float = 2.0
+    alpha: NonNegativeFloat = 2.0
     """Base of the power, above 1; the larger, the more gaps between good media count."""
 
     def __post_init__(self) -> None:

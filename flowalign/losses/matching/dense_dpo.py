@@ -13,6 +13,7 @@ from flowalign.functional.matching import frame_error, sample_error
 from flowalign.functional.preference_loss import relative_gap, segment_margin, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class DenseDPO(MatchingLoss):
     The logged `implicit_accuracy` and `margin` are those of the segments.
     """
 
-    beta: float = 2000.0
+    beta: PositiveFloat = 2000.0
     """DPO's beta; where one video is better throughout, the loss has DPO's value."""
 
     def __post_init__(self) -> None:

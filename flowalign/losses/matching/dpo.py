@@ -6,6 +6,7 @@ times: with the weight (1 - sigma)^2 that theory gives, it was worse and hacked 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from jaxtyping import Bool, Float
@@ -22,6 +23,7 @@ from flowalign.functional.preference_loss import (
 )
 from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +33,10 @@ class AutoBeta:
     The bounds are ours, for mean errors: a tenth of the least and twice the largest published beta.
     """
 
-    target: float = 0.2
+    target: Annotated[float, Range(above=0, below=0.5)] = 0.2
     """Factor by which the gradient of a typical pair in the right order has shrunk, in (0, 0.5)."""
-    low: float = 10.0
-    high: float = 10_000.0
+    low: PositiveFloat = 10.0
+    high: PositiveFloat = 10_000.0
 
     def __post_init__(self) -> None:
         """Reject a target outside (0, 0.5) and bounds that are not 0 < low <= high."""
@@ -57,13 +59,13 @@ class DPO(MatchingLoss):
     weight 0 and is counted in `margin_unknown`.
     """
 
-    beta: float | AutoBeta = 2000.0
+    beta: PositiveFloat | AutoBeta = 2000.0
     """Scale of the implicit margin: how soon a margin is enough. See `implicit_margin` for
     published values."""
     link: Link = field(default_factory=Sigmoid)
-    margin: Mapping[str, float] = field(default_factory=dict)
+    margin: Mapping[str, FiniteFloat] = field(default_factory=dict)
     """MODPO: weights of other reward dimensions, whose scores explain a part of the preference."""
-    margin_weight: float = 1.0
+    margin_weight: PositiveFloat = 1.0
     """MODPO: weight of the dimension that the preference is about."""
 
     def __post_init__(self) -> None:

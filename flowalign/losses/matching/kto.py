@@ -14,17 +14,18 @@ from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import Utility, kto, kto_baseline
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(MatchingLoss):
     """Averages weight * kto over rows, relative to the mean gain over the rows of all processes."""
 
-    beta: float = 1000.0
+    beta: PositiveFloat = 1000.0
     """Scales the full error difference; equals DPO's beta / 2."""
     utility: Utility = "sigmoid"
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    desirable_weight: NonNegativeFloat = 1.0
+    undesirable_weight: NonNegativeFloat = 1.0
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive."""

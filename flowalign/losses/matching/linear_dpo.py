@@ -4,6 +4,7 @@ Source: Linear-DPO, arXiv:2605.21123, and code of WhynotChen0105/Linear-DPO.
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 from typing_extensions import override
@@ -12,6 +13,7 @@ from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import linear_dpo, linear_weight, relative_gap
 from flowalign.losses.matching.links import pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat, Range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +23,9 @@ class LinearDPO(MatchingLoss):
     The value is a weighted difference of errors, below 0 where the winner's is smaller.
     """
 
-    beta: float = 100.0
+    beta: PositiveFloat = 100.0
     """Slope of the pair weight in the gap. Published: 100 (SD1.5), 500 (SDXL)."""
-    floor: float = 1e-3
+    floor: Annotated[float, Range(least=0, below=0.5)] = 1e-3
     """Smallest weight of a pair, the largest being 1 - floor. Published: 0.001 (SD1.5), 0
     (SDXL)."""
 

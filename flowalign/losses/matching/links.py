@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import log
+from typing import Annotated
 
 import torch
 from jaxtyping import Float
@@ -16,6 +17,7 @@ from flowalign.functional.preference_loss import (
     relative_gap,
     sigmoid_link,
 )
+from flowalign.utils.ranges import Range
 
 
 class Link(ABC):
@@ -38,7 +40,7 @@ class Link(ABC):
 class Sigmoid(Link):
     """Computes the loss of DPO, -log sigmoid(z)."""
 
-    smoothing: float = 0.0
+    smoothing: Annotated[float, Range(least=0, below=0.5)] = 0.0
     """Probability in [0, 0.5) that a label is wrong; 0.1 is conservative DPO's."""
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from flowalign.functional.matching import masked_error, sample_error
 from flowalign.functional.preference_loss import implicit_margin, relative_gap, sigmoid_link
 from flowalign.losses.matching.links import pair_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +24,8 @@ class LocalDPO(MatchingLoss):
     The error inside the mask does not depend on the mask's size, see `masked_error`.
     """
 
-    beta: float = 5000.0
-    sft: float = 0.1
+    beta: PositiveFloat = 5000.0
+    sft: NonNegativeFloat = 0.1
     """Weight of fitting the winner; 0 turns it off."""
 
     def __post_init__(self) -> None:

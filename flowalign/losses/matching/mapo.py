@@ -12,6 +12,7 @@ from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import mapo, mapo_margin
 from flowalign.losses.matching.links import error_stats, require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +24,12 @@ class MaPO(MatchingLoss):
     errors differ by less than about 0.02, and on those in the wrong order.
     """
 
-    beta: float = 0.1
+    beta: PositiveFloat = 0.1
     """Weight of the margin."""
-    scale: float = 1000.0
+    scale: PositiveFloat = 1000.0
     """Factor on the difference of likelihoods; 1000 is published. Lower values reach pairs that lie
     further apart."""
-    s: float = 0.5
+    s: PositiveFloat = 0.5
     """Rate at which the likelihood falls with the error, see `mapo_likelihood`."""
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import exponential_weight, weighted_score
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import FiniteFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +24,11 @@ class RWR(MatchingLoss):
     A row with an unknown score has weight 0 and is counted in `reward_unknown`.
     """
 
-    rewards: Mapping[str, float]
+    rewards: Mapping[str, FiniteFloat]
     """Weight of each reward dimension."""
-    temperature: float = 1.0
+    temperature: PositiveFloat = 1.0
     """Temperature in units of the reward; the lower, the more the best rows count."""
-    cap: float = 20.0
+    cap: PositiveFloat = 20.0
     """Upper bound of the exponential, ours: no row counts more than `cap` rows of reward 0."""
 
     def __post_init__(self) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 from flowalign.functional.matching import per_row
 from flowalign.functional.preference_loss import loser_scale
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import UnitInterval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class Safeguard(MatchingLoss):
     """
 
     inner: MatchingLoss
-    mu: float = 0.9
+    mu: UnitInterval = 0.9
     """Smallest share of the winner's own descent that is left; 1 forbids any conflict. Published
     with DPO: 0.9 (SD1.5), 0.6 (SDXL)."""
     per: Literal["pair", "batch"] = "pair"

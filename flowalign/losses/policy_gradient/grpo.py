@@ -16,6 +16,7 @@ from flowalign.functional.surrogate import gaussian_kl, gaussian_kl_no_dt, laten
 from flowalign.functional.transition import Gaussian, log_density
 from flowalign.losses.policy_gradient.surrogates import PPOClip, Surrogate
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt
 
 KL = Literal["gaussian", "gaussian_no_dt", "latent_mse"]
 """Form of the KL. gaussian: exact, as papers print it. gaussian_no_dt: as in Flow-GRPO's code.
@@ -27,9 +28,9 @@ class GRPO(PolicyLoss):
     """Averages weight * surrogate over transitions, and adds kl_coef * KL(policy || reference)."""
 
     surrogate: Surrogate = field(default_factory=PPOClip)
-    kl_coef: float = 0.0
+    kl_coef: NonNegativeFloat = 0.0
     kl: KL = "gaussian_no_dt"
-    chunk_sizes: Sequence[int] | Literal["latent_change"] | None = None
+    chunk_sizes: Sequence[PositiveInt] | Literal["latent_change"] | None = None
     """Lengths of runs of steps, from the first on, whose ratios are replaced by their geometric
     mean. GCPO, arXiv:2510.21583: 2, 3, 4, 7 of 16 steps. latent_change: found in each rollout.
     Null: steps count alone."""

@@ -17,17 +17,18 @@ from flowalign.functional.preference import step_dpo
 from flowalign.functional.transition import log_density
 from flowalign.losses.policy_gradient.grpo import ratio_stats
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.utils.ranges import PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepDPO(PolicyLoss):
     """Averages weight * step_dpo over pairs. Advantages decide who wins, not by how much."""
 
-    beta: float = 10.0
+    beta: PositiveFloat = 10.0
     reference: Literal["reference", "old"] = "reference"
     """Policy that likelihoods are relative to. reference: the frozen model, as in SPO. old: the
     policy that sampled, at no cost."""
-    ratio_clip: float = 0.1
+    ratio_clip: PositiveFloat = 0.1
     """Transitions whose ratio to that reference differs from 1 by more have no gradient. SPO:
     0.1."""
 

@@ -19,6 +19,7 @@ from flowalign.functional.surrogate import (
 )
 from flowalign.functional.transition import Gaussian, mean_sensitivity
 from flowalign.types import Minibatch
+from flowalign.utils.ranges import PositiveFloat
 
 
 class Surrogate(ABC):
@@ -42,7 +43,7 @@ class PPOClip(Surrogate):
     Source: Flow-GRPO, arXiv:2505.05470v5, clip 1e-4 (Fast: 1e-5).
     """
 
-    clip: float = 1e-4
+    clip: PositiveFloat = 1e-4
     needs_mean_old: ClassVar[bool] = False
 
     @override
@@ -61,7 +62,7 @@ class RatioNorm(Surrogate):
     arXiv:2510.22319v1, clip 2e-6.
     """
 
-    clip: float = 2e-6
+    clip: PositiveFloat = 2e-6
     needs_mean_old: ClassVar[bool] = True
 
     @override
@@ -79,7 +80,7 @@ class LogHinge(Surrogate):
     With `step_weight: proportional` this is PCPO, arXiv:2509.25774.
     """
 
-    clip: float = 1e-4
+    clip: PositiveFloat = 1e-4
     needs_mean_old: ClassVar[bool] = False
 
     @override
@@ -96,7 +97,7 @@ class DivergenceMask(Surrogate):
     The distance is the exact Gaussian KL. Source: Flow-DPPO, arXiv:2606.11025v1, threshold 1e-5.
     """
 
-    clip: float = 1e-5
+    clip: PositiveFloat = 1e-5
     needs_mean_old: ClassVar[bool] = True
 
     @override
@@ -116,11 +117,11 @@ class RewardClip(Surrogate):
     arXiv:2509.23352v3, our reconstruction: see `reward_clip`.
     """
 
-    low: float
+    low: PositiveFloat
     """Clip range at advantage 0."""
-    clip: float
+    clip: PositiveFloat
     """Clip range that large advantages approach."""
-    sensitivity: float
+    sensitivity: PositiveFloat
     needs_mean_old: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -149,7 +150,7 @@ class LayerTuning(Surrogate):
     """
 
     surrogate: Surrogate
-    coef: float
+    coef: PositiveFloat
     """Weight of the added term; no default, as the published value is not known to us."""
     clip: float = field(init=False)
     needs_mean_old: ClassVar[bool] = False

@@ -7,6 +7,7 @@ from flowalign.training.ema import EMA
 from flowalign.training.learner import Learner
 from flowalign.training.reference import WeightOverride
 from flowalign.types import VelocityField
+from flowalign.utils.ranges import Decay, PositiveInt
 
 
 class Reference(ABC):
@@ -42,7 +43,7 @@ class EMAReference(Reference):
     Source: Linear-DPO, arXiv:2605.21123, decays .95 to .995 once an update, after it.
     """
 
-    decay: float = 0.99
+    decay: Decay = 0.99
     """Decay of the average, in [0, 1), applied after each update."""
 
     def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class EMAReference(Reference):
 class PeriodicCopy(Reference):
     """Copies the policy every `every` updates: iterative DPO."""
 
-    every: int = 40
+    every: PositiveInt = 40
     """Number of updates between two copies."""
 
     def __post_init__(self) -> None:

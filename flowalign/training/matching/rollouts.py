@@ -17,6 +17,7 @@ from flowalign.sampling.rollout import generate
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
 from flowalign.training.recipe import Log, RunContext
 from flowalign.types import Examples, Label, Policy
+from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt
 from flowalign.utils.seeds import generator
 
 
@@ -26,15 +27,15 @@ class Rollouts(DataSource):
 
     prompts: str
     """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`."""
-    prompts_per_step: int = 16
+    prompts_per_step: PositiveInt = 16
     """Prompts of a step, over all processes."""
-    samples_per_prompt: int = 8
+    samples_per_prompt: GroupSize = 8
     """K, samples of a prompt among which pairs are chosen; at least 2."""
-    num_steps: int = 10
+    num_steps: DenoisingSteps = 10
     """Denoising steps of the sampler."""
     rule: Rule = field(default_factory=BestWorst)
     """Rule that chooses the pairs among the samples of a prompt."""
-    micro_batch: int = 64
+    micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call."""
     on_failed_reward: Literal["raise", "drop_sample"] = "raise"
     """raise: a failed reward ends the run. drop_sample: a sample without a score is not paired."""

@@ -8,6 +8,7 @@ from flowalign.training.checks import OnFailure
 from flowalign.training.matching.references import FrozenBase, Reference, Teacher
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.types import MatchingLoss
+from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +27,18 @@ class Settings:
     """Distribution of the noise levels; the two rows of a pair share time and noise."""
     space: Space = "velocity"
     """Space in which squared errors are taken; `noise` is that of SD1.5 and SDXL."""
-    sft: float = 0.0
+    sft: NonNegativeFloat = 0.0
     """Weight of the mean error of winners (samples: the desirable ones), added to the loss; 0:
     none."""
-    kl: float = 0.0
+    kl: NonNegativeFloat = 0.0
     """Weight of the mean square between the velocities of policy and reference; 0: none."""
-    updates_per_step: int = 1
+    updates_per_step: PositiveInt = 1
     """Number of optimizer updates into which the examples of a step are divided."""
-    epochs_per_step: int = 1
+    epochs_per_step: PositiveInt = 1
     """Number of passes over the examples of a step."""
-    micro_batch: int = 32
+    micro_batch: PositiveInt = 32
     """Pairs or samples per forward and backward pass; changes memory, not the update."""
-    displacement_patience: int = 25
+    displacement_patience: NonNegativeInt = 25
     """Updates in a row in which winners are matched worse than by the reference, after which the
     run reports likelihood displacement; 0 never reports it."""
     on_failed_check: OnFailure = "raise"

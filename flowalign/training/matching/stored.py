@@ -24,6 +24,7 @@ from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, Da
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Label, Personal, Policy
+from flowalign.utils.ranges import Decay, NonNegativeInt, PositiveInt, UnitInterval
 from flowalign.utils.seeds import generator
 
 Kind = Literal["pairs", "samples", "attributes"]
@@ -49,32 +50,32 @@ class StoredDataset(DataSource):
     """Folder where relative paths begin. Null: beside the file."""
     dimensions: Sequence[str] = ()
     """Dimensions whose preferences are used. Empty: all."""
-    batch_size: int = 64
+    batch_size: PositiveInt = 64
     """Pairs or samples of a step, over all processes."""
     cache: str | None = None
     """Folder of latents and prompt embeddings, shared by runs. Null: they stay in memory."""
     cache_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Precision of the cached latents."""
-    max_frames: int | None = None
+    max_frames: PositiveInt | None = None
     """Largest number of frames of a video, evenly spaced whatever its rate. Null: the policy's own
     number of frames at its rate, from the start."""
     mixed_shapes: bool = False
     """Whether to use pairs whose media differ in size or frames: both are cropped."""
-    flip: float = 0.0
+    flip: UnitInterval = 0.0
     """Probability that both media of a pair are mirrored, in [0, 1]; wrong for prompts that say
     left or right."""
-    prompt_dropout: float = 0.0
+    prompt_dropout: UnitInterval = 0.0
     """Probability that a pair is shown without its prompt, in [0, 1]; keeps guidance working."""
-    user_dropout: float = 0.0
+    user_dropout: UnitInterval = 0.0
     """Probability that a personalised policy sees a pair without its user, in [0, 1] (PPD)."""
     weighting: GapWeights | None = None
     """Weights of pairs by the gap between their scores. Null: all weigh alike."""
-    stage_steps: int = 0
+    stage_steps: NonNegativeInt = 0
     """Steps of each stage of a curriculum: pairs of stage k are used after k stages. 0: all at
     once."""
-    held_out_pairs: int = 256
+    held_out_pairs: NonNegativeInt = 256
     """Largest number of held-out pairs that are evaluated."""
-    max_dropped_fraction: float = 0.05
+    max_dropped_fraction: Decay = 0.05
     """Share of unusable pairs or samples above which the run ends before it begins. Rows that
     datasets hold by design, such as ties and repeated pairs, are reported and do not count."""
 

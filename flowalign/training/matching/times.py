@@ -10,6 +10,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.types import Policy
+from flowalign.utils.ranges import (
+    DenoisingSteps,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+)
 
 Schedule = Callable[[int], Float[Tensor, "S"]]
 """Maps a number of steps to the sigmas of a model's own sampler, by a `Policy` or its plan."""
@@ -42,9 +50,9 @@ class Times(ABC):
 class Uniform(Times):
     """Distributes sigma uniformly from `low` to `high`."""
 
-    low: float = 0.0
+    low: UnitInterval = 0.0
     """Smallest sigma, at least 0."""
-    high: float = 1.0
+    high: UnitInterval = 1.0
     """Largest sigma, at most 1."""
 
     def __post_init__(self) -> None:
@@ -69,11 +77,11 @@ class LogitNormal(Times):
     DPO of SD3 draws a logit-normal quantile of a schedule with shift 3: this with shift 3.
     """
 
-    mean: float = 0.0
+    mean: FiniteFloat = 0.0
     """Mean of the normal; above 0 towards noise."""
-    std: float = 1.0
+    std: PositiveFloat = 1.0
     """Standard deviation of the normal, above 0."""
-    shift: float = 1.0
+    shift: PositiveFloat = 1.0
     """Timestep shift of SD3, above 0; 1 is none."""
 
     def __post_init__(self) -> None:
@@ -100,11 +108,11 @@ class SamplerGrid(Times):
     timestep of Diffusion-DPO. The clean end is not among them.
     """
 
-    num_steps: int = 1000
+    num_steps: DenoisingSteps = 1000
     """Number of steps of the schedule."""
-    start: int = 0
+    start: NonNegativeInt = 0
     """Index of the first step."""
-    stop: int | None = None
+    stop: PositiveInt | None = None
     """Index after the last step. Null: num_steps."""
 
     def __post_init__(self) -> None:

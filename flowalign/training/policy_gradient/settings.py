@@ -17,6 +17,7 @@ from flowalign.sampling.rollout import Sampling, empty_trajectory
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.types import CreditEstimator, PolicyLoss, Trajectory
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,16 +32,16 @@ class Settings:
     """How intermediate states are completed when the credit method requests their values."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
-    prompts_per_step: int = 8
+    prompts_per_step: PositiveInt = 8
     """P, prompts of a step over all processes together."""
-    rollout_batch_prompts: int | None = None
+    rollout_batch_prompts: PositiveInt | None = None
     """Prompts of a process that are sampled together; rewards of one batch are computed while the
     next is sampled. Null: all of them. Changes time and memory, not the update."""
-    updates_per_step: int = 1
+    updates_per_step: PositiveInt = 1
     """Number of optimizer updates into which the samples of a step are divided."""
-    epochs_per_step: int = 1
+    epochs_per_step: PositiveInt = 1
     """Number of passes over the samples of a step."""
-    micro_batch: int = 64
+    micro_batch: PositiveInt = 64
     """Transitions per forward and backward pass; changes memory, not the update."""
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
@@ -56,9 +57,9 @@ class Settings:
     those of their prompt. batch: among those of the step. off: train all."""
     thresholds: Thresholds | None = None
     """Thresholds of reward dimensions, which count while their mean misses them. Null: none."""
-    advantage_clip: float = 5.0
+    advantage_clip: PositiveFloat = 5.0
     """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
-    std_floor: float = 1e-6
+    std_floor: NonNegativeFloat = 1e-6
     """Standard deviation of credit up to which a group carries no signal and gets zeros."""
     step_weight: StepWeight = "uniform"
     """Weight of each denoising step in the loss, such as `uniform` or `dt`."""
@@ -70,13 +71,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
-        for name in ("prompts_per_step", "updates_per_step", "epochs_per_step", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 1")
-        if self.rollout_batch_prompts is not None and self.rollout_batch_prompts < 1:
+        require_ranges(self, "recipe")
+        if self.updates_per_step > self.examples_per_step:
             raise ValueError(
-                f"recipe.rollout_batch_prompts is {self.rollout_batch_prompts}; "
-                "it must be at least 1, or null for all"
+                f"recipe.updates_per_step is {self.updates_per_step}, more than the "
+                f"{self.examples_per_step} samples of a step that they are made of"
             )
         if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
             raise ValueError(
