@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -79,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if rest and verb not in TAKES_OVERRIDES:
         build_parser().error(f"{verb} does not understand {' '.join(rest)}")
     args.overrides = rest
+    args.command = shlex.join(["flowalign", *(argv if argv is not None else sys.argv[1:])])
     processes = getattr(args, "processes", None) or 1
     if processes > 1 and args.verb in SPREADS and "RANK" not in os.environ:
         from flowalign.distributed.launch import relaunch
