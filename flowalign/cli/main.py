@@ -23,6 +23,7 @@ from flowalign.cli import (
     score,
     serve,
     train,
+    view,
 )
 from flowalign.cli.messages import UsageError, complain, quiet_libraries
 
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/methods/{flow_grpo,dense_grpo}.yaml --base configs/models/shapes.yaml
+  flowalign view                                   follow all runs of runs/ in a browser
   flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
@@ -44,6 +46,7 @@ VERBS: dict[str, ModuleType] = {
     "sample": sample,
     "check": check,
     "compare": compare,
+    "view": view,
     "bench": bench,
     "score": score,
     "pairs": pairs,

@@ -12,12 +12,9 @@ import numpy as np
 import yaml
 
 from flowalign.reports.hover import Frame, hover
+from flowalign.reports.records import Lines, Series
 
-Series = dict[int, float]
-"""Value by step; NaN where it was measured but not finite."""
-Lines = dict[str, Series]
-"""Series by label."""
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
 _NUM_TICKS = 5
 """Largest number of intervals between ticks where a chart has no wish of its own; more overlap."""
 
@@ -143,7 +140,7 @@ def style() -> dict[Any, Any]:
         "grid.color": "#e8e8e8",
         "grid.linewidth": 0.7,
         "axes.axisbelow": True,
-        "axes.prop_cycle": f"cycler(color={list(_COLOURS)})",
+        "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
         "axes.labelcolor": "#444444",
         "xtick.color": "#444444",
         "ytick.color": "#444444",
@@ -228,7 +225,7 @@ def _smoothed(axes: Any, lines: Lines) -> None:
     """Draw every step faintly, and the mean of the latest tenth of the steps, if long enough."""
     for i, (label, line) in enumerate(lines.items()):
         steps, values = _arrays({k: v for k, v in line.items() if math.isfinite(v)})
-        colour = "#222222" if label == "weighted" else _COLOURS[i % len(_COLOURS)]
+        colour = "#222222" if label == "weighted" else COLOURS[i % len(COLOURS)]
         n = num_smoothed(len(steps))
         if n > 1:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
@@ -250,7 +247,7 @@ def _band(axes: Any, lines: Lines) -> None:
 def _stack(axes: Any, lines: Lines) -> None:
     steps = sorted(set().union(*lines.values()))
     parts = [np.nan_to_num([line.get(step, 0.0) for step in steps]) for line in lines.values()]
-    axes.stackplot(steps, *parts, labels=list(lines), colors=_COLOURS, alpha=0.75, linewidth=0)
+    axes.stackplot(steps, *parts, labels=list(lines), colors=COLOURS, alpha=0.75, linewidth=0)
 
 
 def drawn(draw: Callable[[Any], None], size: tuple[int, int]) -> str:

@@ -17,7 +17,6 @@ from PIL import Image
 
 from flowalign.reports.calibration_chart import draw_calibration
 from flowalign.reports.charts import (
-    Lines,
     chart,
     data_address,
     num_smoothed,
@@ -27,7 +26,8 @@ from flowalign.reports.charts import (
     weights_in,
 )
 from flowalign.reports.pages import render
-from flowalign.reports.samples import read_json, samples
+from flowalign.reports.records import Lines, collect, number, read_json
+from flowalign.reports.samples import samples
 from flowalign.reports.scores import changes as changes_of_prompts
 from flowalign.reports.scores import read_scores, worst
 from flowalign.sampling.calibration import read_calibration
@@ -121,21 +121,6 @@ def worst_prompts(folder: Path, weights: Mapping[str, float] | None) -> dict[str
     return {"what": what, "fallen": fallen, "lowest": lowest, "num": len(found), "splits": many}
 
 
-def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
-    """Return every metric over steps; those that never had a finite value are left out.
-
-    An evaluation stands at the number of steps that it came after, as its samples do.
-    """
-    series: Lines = {}
-    for row in rows:
-        after = row.get("evaluated_after", row["step"])
-        for name, value in row.items():
-            if name not in ("step", "seconds", "evaluated_after"):
-                step = int(after) if name.startswith("eval/") else row["step"]
-                series.setdefault(name, {})[step] = _float(value)
-    return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
-
-
 def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
     """Return held-out values before and after, from the summary or the evaluations at both ends."""
     first, last = {}, {}
@@ -147,7 +132,7 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
     told: dict[str, Any] = summary.get("before") or {}
     before = told | first | told  # the summary's order and its values
     after = last | (summary.get("after") or {})
-    found = [Change(n, _float(before.get(n)), _float(after.get(n))) for n in before | after]
+    found = [Change(n, number(before.get(n)), number(after.get(n))) for n in before | after]
     return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]
 
 
@@ -190,12 +175,12 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
             (f"{top.name} after", f"{top.after:.3f}"),
             ("change", top.difference),
         ]
-    seconds = _float(summary.get("seconds"))
+    seconds = number(summary.get("seconds"))
     if math.isfinite(seconds):
         shown.append(("time (h:min:s)" if seconds >= 3600 else "time (min:s)", duration(seconds)))
     for name in ("steps", "network_evaluations", "reward_calls"):
-        if math.isfinite(_float(summary.get(name))):
-            shown.append((name.replace("_", " "), _count(_float(summary[name]))))
+        if math.isfinite(number(summary.get(name))):
+            shown.append((name.replace("_", " "), _count(number(summary[name]))))
     if summary.get("seed") is not None:
         shown.append(("seed", str(summary["seed"])))
     return shown
@@ -252,10 +237,6 @@ def checks(series: Lines) -> list[dict[str, str]]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def _count(value: float) -> str:

@@ -1,7 +1,6 @@
 """Prepare the samples of a report: before and after training, prompt by prompt."""
 
 import io
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from PIL import Image
 
 from flowalign.media.image_grid import PADDING
 from flowalign.reports.charts import data_address
+from flowalign.reports.records import read_json
 from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
 
 _SMALL, _LARGEST = 128, 320
@@ -109,13 +109,3 @@ def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
             picture.save(content, "JPEG", quality=88)
         addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
     return addresses
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if it is missing or was cut short."""
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return {}

@@ -1,12 +1,13 @@
 """Read the scores of a run's evaluated samples: which are right, and which prompts fare worst."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from flowalign.reports.records import read_json
 
 LISTED = 8
 """Prompts in each table of the worst."""
@@ -52,10 +53,8 @@ class PromptChange:
 
 def read_scores(folder: Path, step: int) -> Scores | None:
     """Return the scores of the evaluation at a step; None if none were written completely."""
-    file = folder / f"step-{step:06}.json"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    content = read_json(folder / f"step-{step:06}.json")
+    if not content:
         return None
     rows = [[math.nan if v is None else v for v in s["scores"]] for s in content["samples"]]
     return Scores(
