@@ -189,6 +189,7 @@ def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatc
 
 def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
     write_report(folder)

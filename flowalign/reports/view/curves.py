@@ -8,7 +8,7 @@ from markupsafe import Markup
 from flowalign.reports.hover import Frame, hover
 from flowalign.reports.view.runs import Curve
 
-WIDTH, HEIGHT = 350, 206
+WIDTH, HEIGHT = 350, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48.0, 342.0, 10.0, 176.0
 """Edges of the axes."""
 
@@ -78,6 +78,6 @@ def _axes(x: tuple[float, float], y: tuple[float, float]) -> str:
     for value in (tick for tick in ticks(*x, 6) if tick == round(tick)):
         at = f"{_place(value, x, _LEFT, _RIGHT):.1f}"
         parts.append(f'<text x="{at}" y="{_BOTTOM + 16}" text-anchor="middle">{value:.0f}</text>')
-    parts.append(f'<text x="{_RIGHT}" y="{HEIGHT - 1}" text-anchor="end">step</text>')
+    parts.append(f'<text x="{_RIGHT}" y="{HEIGHT - 4}" text-anchor="end">step</text>')
     parts.append(f'<path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}" fill="none" stroke="#999"/>')
     return f'<g font-size="11" fill="#444">{"".join(parts)}</g>'
