@@ -82,7 +82,7 @@ def write_report(folder: Path) -> Path:
     page = render(
         "run.html.j2",
         {"number": _number, "signed": _signed},
-        name=folder.resolve().name,
+        name="/".join(folder.resolve().parts[-2 if compared else -1 :]),
         status=summary.get("status", ""),
         comparison=_COMPARISON if compared else "",
         verdict=verdict(changes, summary, series),

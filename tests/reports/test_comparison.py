@@ -197,7 +197,9 @@ def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, m
     write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
     page = (tmp_path / "compare.html").read_text()
     assert re.findall('href="(.*?)">(.*?)</a>', page) == [("dense/seed1/report.html", "0.900")]
-    link = re.search('href="(.*?compare.html)"', (folder / "report.html").read_text())
+    report = (folder / "report.html").read_text()
+    assert "<h1>dense/seed1</h1>" in report
+    link = re.search('href="(.*?compare.html)"', report)
     assert (folder / link[1]).resolve() == (tmp_path / "compare.html").resolve()
 
 

@@ -22,6 +22,7 @@ document.addEventListener("pointermove", event => {
   const x = box.left - outer.left + box.width * (edges[0] + (edges[1] - edges[0]) * (at - range[0]) / ((range[1] - range[0]) || 1));
   line.style.cssText = `left:${x}px;top:${box.top - outer.top}px;height:${box.height}px`;
   figure.append(line, note);
-  const left = Math.max(0, Math.min(x + 10, outer.width - note.offsetWidth - 4));
+  const fits = x + 14 + note.offsetWidth < outer.width;
+  const left = Math.max(0, fits ? x + 10 : x - 10 - note.offsetWidth);
   note.style.cssText = `left:${left}px;top:${box.top - outer.top + 6}px`;
 });
