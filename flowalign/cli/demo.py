@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         args.output_dir = folder
     overrides = ["--seed", str(args.seed), "--output_dir", args.output_dir]
     overrides += ["--num_steps", str(args.steps)] if args.steps else []
-    return execute(load_with_origins(CONFIG, overrides), None, False)
+    return execute(load_with_origins(CONFIG, overrides), None, False, args.command)
 
 
 def _free(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -22,6 +23,7 @@ from flowalign.cli import (
     score,
     serve,
     train,
+    view,
 )
 from flowalign.cli.messages import UsageError, complain, quiet_libraries
 
@@ -32,6 +34,7 @@ EXAMPLES = """examples:
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
   flowalign train configs/models/sd35_medium.yaml configs/methods/dense_grpo.yaml
   flowalign compare configs/methods/{flow_grpo,dense_grpo}.yaml --base configs/models/shapes.yaml
+  flowalign view                                   follow all runs of runs/ in a browser
   flowalign score pictures/ --rewards reward_models.jpeg.JpegSize --out runs/scores
   flowalign pairs runs/scores --rule best_worst --out runs/pairs
 """
@@ -43,6 +46,7 @@ VERBS: dict[str, ModuleType] = {
     "sample": sample,
     "check": check,
     "compare": compare,
+    "view": view,
     "bench": bench,
     "score": score,
     "pairs": pairs,
@@ -79,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if rest and verb not in TAKES_OVERRIDES:
         build_parser().error(f"{verb} does not understand {' '.join(rest)}")
     args.overrides = rest
+    args.command = shlex.join(["flowalign", *(argv if argv is not None else sys.argv[1:])])
     processes = getattr(args, "processes", None) or 1
     if processes > 1 and args.verb in SPREADS and "RANK" not in os.environ:
         from flowalign.distributed.launch import relaunch

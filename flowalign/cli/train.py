@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,14 +33,16 @@ def run(args: argparse.Namespace) -> int:
     """Return 0 for a finished run, 130 for one that was interrupted and can continue."""
     from flowalign.runs.config import load_with_origins
 
-    return execute(load_with_origins(*settings_of(args)), args.resume, args.overwrite)
+    loaded = load_with_origins(*settings_of(args))
+    return execute(loaded, args.resume, args.overwrite, args.command)
 
 
-def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
-    """Print the plan, train, and print the outcome."""
+def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str) -> int:
+    """Print the plan, train, and print the outcome; the run directory keeps the command."""
     from flowalign.runs import session as runs
     from flowalign.training import checkpoint
     from flowalign.utils.console import table
+    from flowalign.utils.journal import Journal
 
     log, run_file = printer(), loaded.run
     folder = Path(run_file.output_dir)
@@ -53,7 +56,8 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool) -> int:
         if main and overwrite and not resume:
             runs.remove(folder)
         session = runs.start(run_file, loaded.annotated(), log, from_checkpoint)
-        summary = runs.train(session)
+        with Journal(folder, command) if main else nullcontext():
+            summary = runs.train(session)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if main:

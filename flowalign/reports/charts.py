@@ -3,7 +3,7 @@
 import base64
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import yaml
 
-Series = dict[int, float]
-"""Value by step; NaN where it was measured but not finite."""
-Lines = dict[str, Series]
-"""Series by label."""
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
+from flowalign.reports.hover import Frame, hover
+from flowalign.reports.records import Lines, Series
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
+_NUM_TICKS = 5
+"""Largest number of intervals between ticks where a chart has no wish of its own; more overlap."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class Panel:
     unit: str
     lines: Lines
     draw: Callable[[Any, Lines], None]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Holds a chart as the `src` of an <img>, and its values as the attribute `data-hover`."""
+
+    address: str
+    hover: str
 
 
 def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Panel]:
@@ -48,6 +57,7 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
     )
     clips = pick(above="clip_frac_high", below="clip_frac_low")
     ratio = pick(mean="ratio_mean", std="ratio_std")
+    ratio |= {n: {k: v - 1 for k, v in line.items()} for n, line in ratio.items() if n == "mean"}
     found = [
         Panel("Training reward", "mean of a step", optimised, _smoothed),
         Panel("Training reward, only watched", "mean of a step", watched, _smoothed),
@@ -130,7 +140,7 @@ def style() -> dict[Any, Any]:
         "grid.color": "#e8e8e8",
         "grid.linewidth": 0.7,
         "axes.axisbelow": True,
-        "axes.prop_cycle": f"cycler(color={list(_COLOURS)})",
+        "axes.prop_cycle": f"cycler(color={list(COLOURS)})",
         "axes.labelcolor": "#444444",
         "xtick.color": "#444444",
         "ytick.color": "#444444",
@@ -138,8 +148,37 @@ def style() -> dict[Any, Any]:
     }
 
 
-def chart(panel: Panel) -> str:
-    """Draw the panel as an SVG data URL; 320 units wide, so that letters have 11 px on a phone."""
+def says_little(panel: Panel) -> bool:
+    """Return whether every line of a panel has at most two points, or one value all along."""
+    finite = [[v for v in line.values() if math.isfinite(v)] for line in panel.lines.values()]
+    return all(len(values) <= 2 or min(values) == max(values) for values in finite)
+
+
+def sentence(panel: Panel) -> str:
+    """Tell in words what a panel would draw, if that is little."""
+    told: dict[str, list[str]] = {}
+    for label, line in panel.lines.items():
+        points = [(step, value) for step, value in sorted(line.items()) if math.isfinite(value)]
+        if points:
+            name = f"{label} " if len(panel.lines) > 1 else ""
+            told.setdefault(_when([k for k, _ in points]), []).append(name + _what(points))
+    return "; ".join(f"{', '.join(lines)} ({when})" for when, lines in told.items())
+
+
+def _what(points: Sequence[tuple[int, float]]) -> str:
+    """Tell one value that stays, or two."""
+    first, last = points[0][1], points[-1][1]
+    return f"{first:.3g}" if first == last else f"{first:.3g} \u2192 {last:.3g}"
+
+
+def _when(steps: Sequence[int]) -> str:
+    if len(steps) > 2:
+        return f"all {len(steps)} steps"
+    return f"step{'s' * (len(steps) > 1)} {' and '.join(map(str, steps))}"
+
+
+def chart(panel: Panel) -> Drawing:
+    """Draw the panel as an SVG; 320 units wide, so that letters have 11 px on a phone."""
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
@@ -154,7 +193,10 @@ def chart(panel: Panel) -> str:
             place = {"loc": "outside upper left", "ncols": columns}
             axes.figure.legend(frameon=False, handlelength=1.2, **place)
 
-    return drawn(draw, (320, 210))
+    address, frame = framed(draw, (320, 210))
+    arrays = {label: _arrays(line) for label, line in panel.lines.items()}
+    lines = {label: (x.astype(float).tolist(), y.tolist()) for label, (x, y) in arrays.items()}
+    return Drawing(address, hover(frame, "step", lines))
 
 
 def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +205,7 @@ def _arrays(line: Series) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _curves(axes: Any, lines: Lines) -> None:
-    """Draw quantities whose zero means something; mark a lone point, or it would not show."""
+    """Draw quantities whose zero means something; mark few points, or one would not show."""
     for label, line in lines.items():
         axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
@@ -183,7 +225,7 @@ def _smoothed(axes: Any, lines: Lines) -> None:
     """Draw every step faintly, and the mean of the latest tenth of the steps, if long enough."""
     for i, (label, line) in enumerate(lines.items()):
         steps, values = _arrays({k: v for k, v in line.items() if math.isfinite(v)})
-        colour = "#222222" if label == "weighted" else _COLOURS[i % len(_COLOURS)]
+        colour = "#222222" if label == "weighted" else COLOURS[i % len(COLOURS)]
         n = num_smoothed(len(steps))
         if n > 1:
             axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
@@ -195,37 +237,40 @@ def _smoothed(axes: Any, lines: Lines) -> None:
 def _band(axes: Any, lines: Lines) -> None:
     """Draw mean and standard deviation of the ratio, as departures from 1."""
     steps, std = _arrays(lines.get("std", {}))
-    mean = np.array([lines.get("mean", {}).get(step, 1.0) for step in steps]) - 1
-    if len(steps) > 1:
+    mean = np.array([lines.get("mean", {}).get(step, 0.0) for step in steps])
+    if len(steps):
         axes.fill_between(steps, mean - std, mean + std, alpha=0.25, linewidth=0, label="± std")
-    elif len(steps):
-        axes.errorbar(steps, mean, std, capsize=4)
     if "mean" in lines:
-        steps, mean = _arrays(lines["mean"])
-        axes.plot(steps, mean - 1, label="mean", marker="o" if len(steps) < 3 else None)
+        axes.plot(*_arrays(lines["mean"]), label="mean")
 
 
 def _stack(axes: Any, lines: Lines) -> None:
     steps = sorted(set().union(*lines.values()))
     parts = [np.nan_to_num([line.get(step, 0.0) for step in steps]) for line in lines.values()]
-    if len(steps) > 1:
-        axes.stackplot(steps, *parts, labels=list(lines), colors=_COLOURS, alpha=0.75, linewidth=0)
-        return
-    for i, (label, part) in enumerate(zip(lines, parts, strict=True)):
-        axes.bar(steps, part, bottom=sum(parts[:i]), label=label, color=_COLOURS[i], width=0.2)
+    axes.stackplot(steps, *parts, labels=list(lines), colors=COLOURS, alpha=0.75, linewidth=0)
 
 
 def drawn(draw: Callable[[Any], None], size: tuple[int, int]) -> str:
     """Return what `draw` puts on its axes, as an SVG data URL of this size."""
+    return framed(draw, size)[0]
+
+
+def framed(draw: Callable[[Any], None], size: tuple[int, int]) -> tuple[str, Frame]:
+    """Return what `draw` puts on its axes, as an SVG data URL, and where the axes lie in it."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import AutoLocator, MaxNLocator
 
     with matplotlib.rc_context(style()):
         figure = Figure(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
-        draw(figure.add_subplot())
+        axes = figure.add_subplot()
+        draw(axes)
+        if isinstance(axes.xaxis.get_major_locator(), AutoLocator):
+            axes.xaxis.set_major_locator(MaxNLocator(_NUM_TICKS, steps=[1, 2, 5, 10]))
         content = io.BytesIO()
         figure.savefig(content, format="svg", metadata={"Date": None})
-    return data_address("svg+xml", content.getvalue())
+    box = axes.get_position()
+    return data_address("svg+xml", content.getvalue()), Frame(box.x0, box.x1, *axes.get_xlim())
 
 
 def data_address(kind: str, content: bytes) -> str:

@@ -3,16 +3,18 @@
 import io
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from PIL import Image
 
-from flowalign.reports.charts import data_address, style
+from flowalign.reports.charts import Drawing, data_address, framed, style
 from flowalign.reports.comparison import AXES, Axis, Band, Comparison, Row, SeedStatistics, leads
+from flowalign.reports.hover import hover
+from flowalign.reports.pages import render
+from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_text
 
 DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
@@ -46,8 +48,19 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     drawn = picture(comparison)
     with atomic_write(out / "compare.png") as partial:
         partial.write_bytes(drawn)
-    credit_charts = credit_pictures(out, comparison)
-    write_text(out / "compare.html", page(out.resolve().name, comparison, missing, credit_charts))
+    credit_charts, links = credit_pictures(out, comparison), reports_of_runs(out, comparison)
+    name = out.resolve().name
+    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links))
+    for link in links.values():  # runs that ended before there was a comparison to link
+        if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
+            write_report((out / link).parent)
+
+
+def reports_of_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], str]:
+    """Return the addresses of the runs' reports from the comparison's page, by method and seed."""
+    runs = [(row.method.name, run.seed) for row in comparison.rows for run in row.method.runs]
+    links = {(name, seed): f"{name}/seed{seed}/report.html" for name, seed in runs}
+    return {run: link for run, link in links.items() if (out / link).is_file()}
 
 
 def page(
@@ -55,18 +68,17 @@ def page(
     comparison: Comparison,
     missing: Sequence[str] = (),
     credit_charts: Sequence[tuple[str, str]] = (),
+    links: Mapping[tuple[str, int], str] | None = None,
 ) -> str:
-    """Render the self-contained page; `credit_charts` are methods with the URLs of their charts."""
-    template = (Path(__file__).parent / "templates" / "comparison.html.j2").read_text(
-        encoding="utf-8"
-    )
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"score": score, "spread": with_std, "count": count, "words": words}
+    """Render the self-contained page.
+
+    `credit_charts` are methods with the URLs of their charts, `links` the addresses of reports.
+    """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
-    return environment.from_string(template).render(
+    return render(
+        "comparison.html.j2",
+        {"score": score, "spread": with_std, "count": count, "words": words},
         name=name,
         comparison=comparison,
         rows=comparison.rows,
@@ -85,6 +97,7 @@ def page(
         reached=reached,
         each_seed=each_seed,
         credit_charts=credit_charts,
+        links=links or {},
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
     )
 
@@ -144,17 +157,12 @@ def caution(comparison: Comparison) -> str:
     return f"One seed only, which supports no claim: {', '.join(single)}."
 
 
-def chart(comparison: Comparison, axis: Axis) -> str:
-    """Draw the learning curves along one axis, as an SVG data URL without a legend."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(style()):
-        figure = Figure(figsize=(350 / 72, 270 / 72), layout="constrained")
-        draw(figure.add_subplot(), comparison, axis)
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="svg", metadata={"Date": None})
-    return data_address("svg+xml", drawn.getvalue())
+def chart(comparison: Comparison, axis: Axis) -> Drawing:
+    """Draw the learning curves along one axis, without a legend."""
+    address, frame = framed(lambda axes: draw(axes, comparison, axis), (350, 270))
+    lines = {row.method.name: row.bands[axis] for row in comparison.rows}
+    values = {name: (band.cost, band.mean) for name, band in lines.items()}
+    return Drawing(address, hover(frame, words(axis), values))
 
 
 def picture(comparison: Comparison) -> bytes:

@@ -12,18 +12,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from PIL import Image
 
 from flowalign.reports.calibration_chart import draw_calibration
-from flowalign.reports.charts import Lines, chart, data_address, num_smoothed, panels, weights_in
-from flowalign.reports.samples import read_json, samples
+from flowalign.reports.charts import (
+    chart,
+    data_address,
+    num_smoothed,
+    panels,
+    says_little,
+    sentence,
+    weights_in,
+)
+from flowalign.reports.pages import render
+from flowalign.reports.records import Lines, collect, number, read_json
+from flowalign.reports.samples import samples
+from flowalign.reports.scores import changes as changes_of_prompts
+from flowalign.reports.scores import read_scores, worst
 from flowalign.sampling.calibration import read_calibration
 from flowalign.utils.console import duration
 from flowalign.utils.files import write_text
+from flowalign.utils.journal import commands
 from flowalign.utils.tracking import read_metrics
 
+_COMPARISON = "../../compare.html"
+"""The page of a comparison, seen from the folder of one of its runs."""
+COMPARISON_LINK = f'href="{_COMPARISON}"'
 _WIDEST, _HEAVIEST = 1600, 500_000
 """Width in pixels to which an image with text is reduced, and bytes at which it becomes JPEG."""
 _HEADLINES = ("strict", "unseen/strict", "seen/strict", "weighted", "reward_mean")
@@ -52,7 +67,7 @@ class Change:
     @property
     def difference(self) -> str:
         """Return after minus before, with its sign; a dash if one is missing."""
-        return f"{self.after - self.before:+.3f}" if self.complete else "-"
+        return _signed(self.after - self.before)
 
 
 def write_report(folder: Path) -> Path:
@@ -61,23 +76,27 @@ def write_report(folder: Path) -> Path:
     summary = read_json(folder / "summary.json")
     changes = outcomes(summary, series)
     config = folder / "config.yaml"
-    template = (Path(__file__).parent / "templates" / "run.html.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["number"] = _number
-    page = environment.from_string(template).render(
-        name=folder.resolve().name,
+    weights = weights_in(config)
+    found = panels(series, weights)
+    compared = (folder / _COMPARISON).is_file()
+    page = render(
+        "run.html.j2",
+        {"number": _number, "signed": _signed},
+        name="/".join(folder.resolve().parts[-2 if compared else -1 :]),
         status=summary.get("status", ""),
+        comparison=_COMPARISON if compared else "",
         verdict=verdict(changes, summary, series),
         tiles=tiles(changes, summary),
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
-        panels=[(panel, chart(panel)) for panel in panels(series, weights_in(config))],
+        panels=[(panel, chart(panel)) for panel in found if not says_little(panel)],
+        sentences=[(panel, sentence(panel)) for panel in found if says_little(panel)],
         samples=samples(folder / "samples"),
+        worst=worst_prompts(folder / "samples", weights),
         credit=credit(folder / "credit"),
         calibration=calibration(folder / "calibration.json"),
         checks=checks(series),
         changes=changes,
+        commands=commands(folder),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
     )
     target = folder / "report.html"
@@ -85,14 +104,21 @@ def write_report(folder: Path) -> Path:
     return target
 
 
-def collect(rows: Sequence[Mapping[str, Any]]) -> Lines:
-    """Return every metric over steps; those that never had a finite value are left out."""
-    series: Lines = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "seconds"):
-                series.setdefault(name, {})[row["step"]] = _float(value)
-    return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
+def worst_prompts(folder: Path, weights: Mapping[str, float] | None) -> dict[str, Any]:
+    """Return the prompts that fell most and those that end lowest, of the evaluations at the ends.
+
+    Without an evaluation whose scores were written the result is empty.
+    """
+    steps = sorted(int(file.stem[5:]) for file in folder.glob("step-*.json"))
+    ends = [read_scores(folder, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
+    known = [scores for scores in ends if scores]
+    if not known:
+        return {}
+    found = changes_of_prompts(known[0] if len(known) > 1 else None, known[-1], weights)
+    fallen, lowest = worst(found)
+    what = "weighted reward" if weights else "sum of the dimensions"
+    many = len({change.split for change in found}) > 1
+    return {"what": what, "fallen": fallen, "lowest": lowest, "num": len(found), "splits": many}
 
 
 def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
@@ -106,7 +132,7 @@ def outcomes(summary: Mapping[str, Any], series: Lines) -> list[Change]:
     told: dict[str, Any] = summary.get("before") or {}
     before = told | first | told  # the summary's order and its values
     after = last | (summary.get("after") or {})
-    found = [Change(n, _float(before.get(n)), _float(after.get(n))) for n in before | after]
+    found = [Change(n, number(before.get(n)), number(after.get(n))) for n in before | after]
     return [c for c in found if math.isfinite(c.before) or math.isfinite(c.after)]
 
 
@@ -149,12 +175,12 @@ def tiles(changes: Sequence[Change], summary: Mapping[str, Any]) -> list[tuple[s
             (f"{top.name} after", f"{top.after:.3f}"),
             ("change", top.difference),
         ]
-    seconds = _float(summary.get("seconds"))
+    seconds = number(summary.get("seconds"))
     if math.isfinite(seconds):
         shown.append(("time (h:min:s)" if seconds >= 3600 else "time (min:s)", duration(seconds)))
     for name in ("steps", "network_evaluations", "reward_calls"):
-        if math.isfinite(_float(summary.get(name))):
-            shown.append((name.replace("_", " "), _count(_float(summary[name]))))
+        if math.isfinite(number(summary.get(name))):
+            shown.append((name.replace("_", " "), _count(number(summary[name]))))
     if summary.get("seed") is not None:
         shown.append(("seed", str(summary["seed"])))
     return shown
@@ -213,13 +239,13 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _float(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
 def _count(value: float) -> str:
     return f"{value:,.0f}" if value < 1e6 else f"{value / 1e6:,.2f} M"
 
 
 def _number(value: float) -> str:
     return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.3f}" if math.isfinite(value) else "-"

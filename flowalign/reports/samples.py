@@ -1,8 +1,8 @@
 """Prepare the samples of a report: before and after training, prompt by prompt."""
 
 import io
-import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from PIL import Image
 
 from flowalign.media.image_grid import PADDING
 from flowalign.reports.charts import data_address
+from flowalign.reports.records import read_json
+from flowalign.reports.scores import Line, Scores, card, leading, read_scores, verdicts
 
 _SMALL, _LARGEST = 128, 320
 """Limits of an image's longer side in pixels: up to the first it is kept as it is, above the second
@@ -19,12 +21,18 @@ _LOW, _WIDEST = 64, 1200
 width it is reduced."""
 
 
-def samples(folder: Path) -> dict[str, Any]:
-    """Return what the first and the last step with a grid made of each prompt.
+@dataclass(frozen=True)
+class Card:
+    """Holds what is shown of a prompt: by step an image, or of clips a looping one and a strip."""
 
-    A card holds a prompt and an image per step; for clips, a looping clip and a film strip per
-    step.
-    """
+    prompt: str
+    pictures: list[tuple[int, str]]
+    strips: list[tuple[int, str]]
+    scores: list[Line]
+
+
+def samples(folder: Path) -> dict[str, Any]:
+    """Return what the first and the last step with a grid made of each prompt, and its scores."""
     index = read_json(folder / "index.json")
     prompts, num_columns, fps = index.get("prompts", []), index.get("columns", 1), index.get("fps")
     steps = sorted(index.get("steps", []))
@@ -36,13 +44,26 @@ def samples(folder: Path) -> dict[str, Any]:
     cut = {step: cut_grid(grid, len(prompts), num_columns) for step, grid in grids.items()}
     size = cut[first[0]][0].size
     still = {step: _addresses(pictures, bool(fps)) for step, pictures in cut.items()}
+    scores = [_scores(folder, step, prompts) for step in grids]
+    judged = verdicts([s for s in scores if s])
     cards = []
     for i, prompt in enumerate(prompts):
         pictures = [(step, addresses[i]) for step, addresses in still.items()]
         moving = [(step, address) for step in grids if (address := _moving(folder, step, i))]
-        cards.append((prompt, moving, pictures) if fps else (prompt, pictures, []))
+        lines = card(scores, i, judged)
+        lines.sort(key=lambda line: line.name != leading(judged))  # the verdict first
+        shown = (moving, pictures) if fps else (pictures, [])
+        cards.append(Card(prompt, *shown, lines))
     small = size[1] <= _LOW if fps else max(size) <= _SMALL
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
+
+
+def _scores(folder: Path, step: int, prompts: Sequence[str]) -> Scores | None:
+    """Return the scores of an evaluation; None if they are not those of the grid's prompts."""
+    scores = read_scores(folder, step)
+    if scores and [scores.keys[row][1] for row in scores.shown] == list(prompts):
+        return scores
+    return None
 
 
 def _moving(folder: Path, step: int, number: int) -> str:
@@ -88,13 +109,3 @@ def _addresses(pictures: Sequence[Image.Image], strips: bool) -> list[str]:
             picture.save(content, "JPEG", quality=88)
         addresses.append(data_address("png" if small else "jpeg", content.getvalue()))
     return addresses
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if it is missing or was cut short."""
-    if not file.exists():
-        return {}
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError:
-        return {}

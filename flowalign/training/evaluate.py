@@ -3,7 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -70,6 +72,28 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class SampleScores:
+    """Holds the scores of every evaluated sample, those in no picture too."""
+
+    dims: tuple[str, ...]
+    """Names of the R dimensions."""
+    items: list[tuple[str, str]]
+    """Split and prompt of each sample."""
+    values: Float[Tensor, "n R"]
+    """Scores of each sample; NaN where one failed."""
+    shown: list[int]
+    """Rows of the samples in the grid, in its order."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return a mapping that JSON can hold; a failed score is null."""
+        samples = [
+            {"split": split, "prompt": prompt, "scores": [v if isfinite(v) else None for v in row]}
+            for (split, prompt), row in zip(self.items, self.values.tolist(), strict=True)
+        ]
+        return {"dims": list(self.dims), "shown": self.shown, "samples": samples}
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """Holds the metrics of an evaluation, and the samples of its grid."""
 
@@ -81,6 +105,8 @@ class Evaluated:
     """Prompt of each sample of the grid."""
     fps: float | None = None
     """Frames per second of clips; None for pictures, which keep their size."""
+    scores: SampleScores | None = None
+    """Scores of all samples; None where nothing scored them."""
 
 
 def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
@@ -118,6 +144,7 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
         grid=torch.stack([kept[i] for i in shown]),
         grid_prompts=[items[i][1] for i in shown],
         fps=policy.fps,
+        scores=SampleScores(rewards.dims, items, scores, shown),
     )
 
 
@@ -140,6 +167,7 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
 
     For clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
+    `samples/step-NNNNNN.json` holds the scores of all evaluated samples.
     """
     samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
@@ -154,6 +182,8 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
         content |= {"columns": 1, "fps": evaluated.fps}
     else:
         content |= {"columns": columns}
+    if evaluated.scores:
+        write_text(samples / f"{name}.json", json.dumps(evaluated.scores.as_json()) + "\n")
     write_text(index, json.dumps(content, indent=1))
 
 

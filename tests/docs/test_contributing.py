@@ -14,6 +14,7 @@ from flowalign.runs.config import load
 from flowalign.training.policy_gradient import credit_record
 from flowalign.types import Examples, Residuals
 from tests.fixtures.doc_pages import DOCS, ROOT, blocks
+from tests.fixtures.fake_run import BLANK
 
 SHOWN = {block.file: block.code for block in blocks(DOCS / "contributing.md") if block.file}
 
@@ -33,7 +34,7 @@ def written(tmp_path, monkeypatch):
 
 def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
     """Two steps of two prompts with five samples each; other tests draw reports."""
-    monkeypatch.setattr(run_report, "chart", lambda _: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(run_report, "chart", lambda _: BLANK)
     monkeypatch.setattr(credit_record, "draw", lambda *_: None)
     (folder / "prompts.txt").write_text("a\nbb\n")
     arguments = {

@@ -4,8 +4,10 @@ Two methods of two seeds. The mean curve of `plain` is .15, .25, .65 after 0, 10
 that of `dense` is .15, .60, .80 after 0, 5, 15, each of which costs it three reward calls.
 """
 
+import html
 import json
 import math
+import re
 
 import pytest
 
@@ -26,7 +28,9 @@ from flowalign.reports.comparison import (
     seed_statistics,
     value_at,
 )
-from flowalign.reports.comparison_page import write_comparison
+from flowalign.reports.comparison_page import page, write_comparison
+from flowalign.reports.run_report import write_report
+from tests.fixtures.fake_run import BLANK
 
 
 def run(seed, values, trajectories, calls=1.0, seconds=1.0, diversity=math.nan):
@@ -171,7 +175,7 @@ def test_a_baseline_that_ends_where_it_began_needed_nothing_and_gives_no_share()
 
 
 def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: "data:")
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
     write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]), ["dense seed 2"])
     content = json.loads((tmp_path / "compare.json").read_text())
@@ -181,3 +185,27 @@ def test_the_written_numbers_give_the_same_comparison_again(tmp_path, monkeypatc
     assert content["rows"][1]["at_budget"]["reward_calls"]["mean"] == pytest.approx(0.6 + 0.2 / 6)
     assert content["rows"][1]["diversity"]["mean"] is None
     assert content["missing"] == ["dense seed 2"]
+
+
+def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
+    folder = tmp_path / "dense" / "seed1"
+    folder.mkdir(parents=True)
+    write_report(folder)
+    assert "compare.html" not in (folder / "report.html").read_text()
+    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
+    page = (tmp_path / "compare.html").read_text()
+    assert re.findall('href="(.*?)">(.*?)</a>', page) == [("dense/seed1/report.html", "0.900")]
+    report = (folder / "report.html").read_text()
+    assert "<h1>dense/seed1</h1>" in report
+    link = re.search('href="(.*?compare.html)"', report)
+    assert (folder / link[1]).resolve() == (tmp_path / "compare.html").resolve()
+
+
+def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():
+    content = page("runs", compare("strict", [PLAIN, DENSE]))
+    assert set(re.findall(r'(?:src|href)="(.{12})', content)) == {"data:image/s"}
+    hovers = [json.loads(html.unescape(h)) for h in re.findall('data-hover="(.*?)"', content)]
+    assert [h["name"] for h in hovers] == ["reward calls", "network evaluations", "seconds"]
+    assert hovers[0]["lines"][0] == ["plain", [0, 10, 20], [0.15, 0.25, 0.65]]

@@ -37,7 +37,7 @@ from tests.fixtures.credit_rollouts import (
     setting,
     values_by_hand,
 )
-from tests.fixtures.fake_run import fake_run
+from tests.fixtures.fake_run import BLANK, fake_run
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import (
     PROMPTS,
@@ -57,7 +57,7 @@ HEADING = "<h2>What each step earned</h2>"
 @pytest.fixture(autouse=True)
 def _no_curves(monkeypatch):
     """Other tests draw them."""
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 def judged(cfg, learner, trajectory, rewards=None):

@@ -18,14 +18,14 @@ from flowalign.reports.run_report import write_report
 from flowalign.reports.samples import cut_grid
 from flowalign.training.evaluate import Evaluated, save_grid
 from flowalign.training.policy_gradient.credit_record import _small
-from tests.fixtures.fake_run import PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
+from tests.fixtures.fake_run import BLANK, PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
 
 
 @pytest.fixture(autouse=True)
 def _drawing_only_where_it_matters(request, monkeypatch):
     """Drawing takes a second a page; tests about charts ask for `drawn`."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+        monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_the_page_needs_nothing_but_itself(folder, drawn):
     sources = re.findall(r'(?:src|href)="(.{12})', page)
     assert len(sources) == 10 + 2 * len(PROMPTS)
     assert set(sources) <= {"data:image/s", "data:image/p"}
-    assert "<script" not in page
+    assert re.findall("<script[^>]*>", page) == ["<script>"]
     assert "http" not in re.sub(r'src="data:[^"]*"', "", page)
     assert "url(" not in page
     assert "@import" not in page
@@ -234,7 +234,7 @@ def test_prompts_and_configuration_are_escaped(folder):
     index = {"prompts": ["<script>alert(1)</script>", *PROMPTS[1:]], "steps": [0, 40], "columns": 4}
     (folder / "samples" / "index.json").write_text(json.dumps(index))
     page = page_of(folder)
-    assert "<script" not in page
+    assert "<script>alert" not in page
     assert "&lt;script&gt;alert(1)" in page
     assert "a &lt; b &amp; c" in page
 
@@ -288,17 +288,42 @@ def test_without_an_evaluation_the_verdict_is_about_training(folder):
     assert "<h2>Held-out values" not in page
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
-def test_a_run_of_few_steps_shows_every_chart(folder, drawn, num_steps):
-    write_rows(folder, rows(num_steps))
-    assert len(captions(page_of(folder))) == 10
+def test_what_was_measured_at_most_twice_is_told_in_words(folder, drawn):
+    """Two steps, both evaluated: nothing is a curve."""
+    made = [
+        {"step": 0, "seconds": 0.0, "reward_mean": 0.25, "kl": 0.0, "eval/strict": 0.5},
+        {"step": 1, "seconds": 1.0, "reward_mean": 0.75, "kl": 0.0, "eval/strict": 0.625},
+    ]
+    write_rows(folder, made)
+    page = page_of(folder)
+    assert captions(page) == []
+    told = re.findall("<li><b>(.*?)</b> .*?: (.*?)</li>", page)
+    assert told == [
+        ("Training reward", "0.25 → 0.75 (steps 0 and 1)"),
+        ("Held-out strict", "0.5 → 0.625 (steps 0 and 1)"),
+        ("KL to the reference", "0 (steps 0 and 1)"),
+    ]
+
+
+def test_what_never_changes_is_told_in_words_and_what_does_is_drawn(folder, drawn):
+    made = [{"step": k, "seconds": 0.0, "reward_mean": float(k), "kl": 0.5} for k in range(20)]
+    write_rows(folder, made)
+    page = page_of(folder)
+    assert captions(page) == ["Training reward"]
+    assert "<b>KL to the reference</b> (KL): 0.5 (all 20 steps)" in page
+
+
+def test_an_evaluation_stands_at_the_steps_that_it_came_after():
+    made = [{"step": 0, "eval/x": 0.25, "evaluated_after": 0}, {"step": 39, "eval/x": 0.5}]
+    made[1] |= {"evaluated_after": 40.0, "kl": 1.0}
+    assert report.collect(made) == {"eval/x": {0: 0.25, 40: 0.5}, "kl": {39: 1.0}}
 
 
 def test_nulls_are_gaps_and_a_metric_without_any_number_has_no_chart(folder, drawn):
     made = rows()
     for row in made:
         row["kl"] = None
-        row["optim/grad_norm"] = None if row["step"] % 3 else 0.5
+        row["optim/grad_norm"] = None if row["step"] % 3 else 0.5 + row["step"]
         row["reward/colour"] = row["timing/sample"] = None if row["step"] < 30 else 0.5
     made[7] = dict.fromkeys(made[7]) | {"step": 7, "seconds": 0.0}
     write_rows(folder, made)

@@ -22,6 +22,7 @@ from flowalign.runs import session as runs
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
@@ -30,7 +31,7 @@ from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 @pytest.fixture(autouse=True)
 def _no_curves(monkeypatch):
     """Every run ends with a report; other tests draw its charts."""
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 class Killed(BaseException):

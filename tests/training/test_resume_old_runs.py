@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from flowalign.cli.main import main
 from flowalign.reports import run_report
+from tests.fixtures.fake_run import BLANK
 from tests.fixtures.golden import GOLDEN
 
 pytestmark = pytest.mark.slow
@@ -21,7 +22,7 @@ PACE = ("timing/", "throughput", "seconds", "cost/seconds", "check/")
 @pytest.fixture
 def run(tmp_path, monkeypatch) -> Path:
     """A copy of the recorded run, which may be written to."""
-    monkeypatch.setattr(run_report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
     shutil.copytree(OLD / "run", tmp_path / "run")
     return tmp_path / "run"
 

@@ -22,6 +22,7 @@ from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.reference import WeightOverride, conditional
 from flowalign.types import Personal
 from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import as_recipe, painted, pairs, recipe, train
 from tests.fixtures.training import flat, new_learner
@@ -293,7 +294,7 @@ def metrics(folder) -> list[dict]:
 
 @pytest.mark.parametrize("after", [1, 3])
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after):
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(new_run(straight))
     update, left = loop.MatchingLoop._update, 2 * after + 1

@@ -24,6 +24,7 @@ from flowalign.sampling.sde_windows import Fixed, Random
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.policy_gradient import credit_record as credit_picture
 from flowalign.training.policy_gradient.calibrate import draws
+from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 
@@ -31,7 +32,7 @@ from tests.fixtures.training import PROMPTS, as_recipe, new_recipe
 @pytest.fixture(autouse=True)
 def _no_curves(monkeypatch):
     """Every run ends with a report; other tests draw its charts and its pictures of credit."""
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
     monkeypatch.setattr(credit_picture, "draw", lambda *_: None)
 
 

@@ -1,0 +1,46 @@
+"""Read what a run left behind: metrics over steps, and JSON that may be cut short."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+Series = dict[int, float]
+"""Value by step; NaN where it was measured but not finite."""
+Lines = dict[str, Series]
+"""Series by label."""
+_NO_METRICS = ("step", "seconds", "evaluated_after")
+
+_LARGEST = 1e300
+
+
+def collect(rows: Iterable[Mapping[str, Any]]) -> Lines:
+    """Return every metric over steps; those that never had a finite value are left out.
+
+    An evaluation stands at the number of steps that it came after, as its samples do.
+    """
+    series: Lines = {}
+    for row in rows:
+        after = number(row.get("evaluated_after"))
+        for name, value in row.items():
+            if name not in _NO_METRICS:
+                evaluated = name.startswith("eval/") and math.isfinite(after)
+                step = int(after) if evaluated else row["step"]
+                series.setdefault(name, {})[step] = number(value)
+    return {name: s for name, s in series.items() if any(map(math.isfinite, s.values()))}
+
+
+def number(value: Any) -> float:
+    """Return a value of JSON as a number; NaN if it is none that a chart could place."""
+    known = isinstance(value, int | float) and abs(value) < _LARGEST
+    return float(value) if known else math.nan
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if it is missing or was cut short."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

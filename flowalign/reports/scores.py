@@ -1,0 +1,127 @@
+"""Read the scores of a run's evaluated samples: which are right, and which prompts fare worst."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from flowalign.reports.records import read_json
+
+LISTED = 8
+"""Prompts in each table of the worst."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Holds the scores of all samples of one evaluation."""
+
+    dims: tuple[str, ...]
+    shown: tuple[int, ...]
+    """Rows of the samples that have a picture."""
+    keys: tuple[tuple[str, str], ...]
+    """Split and prompt of each row."""
+    values: np.ndarray
+    """Scores of rows and dimensions; NaN where one failed."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Holds one dimension of a card: the score of each picture, in words where it is a verdict."""
+
+    name: str
+    texts: tuple[str, ...]
+    right: tuple[bool | None, ...]
+    """Whether each picture is right; None where the dimension says no such thing."""
+
+
+@dataclass(frozen=True)
+class PromptChange:
+    """Holds the mean reward of a prompt's samples before and after; NaN where not measured."""
+
+    split: str
+    prompt: str
+    before: float
+    after: float
+
+    @property
+    def difference(self) -> float:
+        """Return after minus before."""
+        return self.after - self.before
+
+
+def read_scores(folder: Path, step: int) -> Scores | None:
+    """Return the scores of the evaluation at a step; None if none were written completely."""
+    content = read_json(folder / f"step-{step:06}.json")
+    if not content:
+        return None
+    rows = [[math.nan if v is None else v for v in s["scores"]] for s in content["samples"]]
+    return Scores(
+        tuple(content["dims"]),
+        tuple(content["shown"]),
+        tuple((s["split"], s["prompt"]) for s in content["samples"]),
+        np.array(rows, dtype=float).reshape(len(rows), len(content["dims"])),
+    )
+
+
+def verdicts(steps: Sequence[Scores]) -> set[str]:
+    """Return the dimensions that say right or wrong: every score is 0 or 1, and both occur."""
+    found = set()
+    for i, dim in enumerate(steps[0].dims if steps else ()):
+        values = {v for scores in steps for v in scores.values[:, i].tolist() if math.isfinite(v)}
+        found |= {dim} if values == {0.0, 1.0} else set()
+    return found
+
+
+def card(steps: Sequence[Scores | None], number: int, judged: set[str]) -> list[Line]:
+    """Return the scores of the picture of this number at each step, a line per dimension."""
+    known = [scores for scores in steps if scores]
+    lines = []
+    for i, dim in enumerate(known[0].dims if known else ()):
+        values = [s.values[s.shown[number], i] if s else math.nan for s in steps]
+        says = [bool(v) if dim in judged and math.isfinite(v) else None for v in values]
+        texts = [_text(v, said) for v, said in zip(values, says, strict=True)]
+        lines.append(Line(dim, tuple(texts), tuple(says)))
+    return lines
+
+
+def _text(value: float, right: bool | None) -> str:
+    if right is not None:
+        return "right" if right else "wrong"
+    return f"{value:.3f}" if math.isfinite(value) else "-"
+
+
+def leading(judged: set[str]) -> str:
+    """Return the dimension whose verdict stands at the picture: `strict`, or the only one."""
+    return "strict" if "strict" in judged else "".join(judged) if len(judged) == 1 else ""
+
+
+def changes(
+    before: Scores | None, after: Scores, weights: Mapping[str, float] | None
+) -> list[PromptChange]:
+    """Return the mean reward of every prompt at both ends, in the order of the evaluation."""
+    ends = [_by_prompt(scores, weights) if scores else {} for scores in (before, after)]
+    return [
+        PromptChange(*key, ends[0].get(key, math.nan), value)
+        for key, value in ends[1].items()
+        if math.isfinite(value)
+    ]
+
+
+def _by_prompt(scores: Scores, weights: Mapping[str, float] | None) -> dict[tuple[str, str], float]:
+    of = np.array([(weights or dict.fromkeys(scores.dims, 1.0)).get(d, 0.0) for d in scores.dims])
+    used = of != 0
+    reward = scores.values[:, used] @ of[used]
+    rows: dict[tuple[str, str], list[float]] = {}
+    for key, value in zip(scores.keys, reward.tolist(), strict=True):
+        rows.setdefault(key, []).append(value)
+    finite = {key: [v for v in values if math.isfinite(v)] for key, values in rows.items()}
+    return {key: float(np.mean(v)) if v else math.nan for key, v in finite.items()}
+
+
+def worst(found: Sequence[PromptChange]) -> tuple[list[PromptChange], list[PromptChange]]:
+    """Return the prompts whose reward fell most, and those with the lowest at the end."""
+    fallen = [c for c in found if c.difference < -5e-4]  # as much as three decimals show
+    fallen = sorted(fallen, key=lambda c: c.difference)[:LISTED]
+    return fallen, sorted(found, key=lambda c: c.after)[:LISTED]

@@ -1,0 +1,257 @@
+"""Find the runs of a folder and read how they stand, whatever state their files are in."""
+
+import json
+import math
+import os
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from flowalign.reports.hover import thinned
+from flowalign.reports.records import collect, number, read_json
+from flowalign.utils.journal import FAILURE
+from flowalign.utils.tracking import FILE
+
+Status = Literal["running", "starting", "silent", "failed", "interrupted", "finished"]
+Curve = tuple[array, array]
+"""Steps and values, as many as a chart can show."""
+_DEEPEST = 5
+"""Levels below the folder at which runs are looked for."""
+_PACED = 20
+"""Number of the latest steps whose time tells how long the others will take."""
+_MOST_STEPS = 2**53
+_PATIENCE, MOST_STEPS_BETWEEN = 300.0, 10
+"""Seconds, and number of usual steps, after which a run without news counts as silent."""
+_BEST = {"reward_mean": "reward", "implicit_accuracy": "pairs in order"}
+"""Metrics of which the best value is told: the first that a run has."""
+
+
+@dataclass(frozen=True)
+class Best:
+    """Holds the highest value of a training metric."""
+
+    what: str
+    value: float
+    step: int
+    latest: float
+
+
+@dataclass(frozen=True)
+class Content:
+    """Holds what the files of a run say."""
+
+    curves: Mapping[str, Curve]
+    settings: Mapping[str, str]
+    summary: Mapping[str, Any]
+    failure: str
+    done: int
+    """Number of steps made."""
+    pace: float
+    """Seconds a step took lately; NaN before two of them."""
+    best: Best | None
+    picture: str
+    """Newest grid of samples, below the run; empty if there is none."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Tells how a run stands."""
+
+    name: str
+    """Its folder, below the one that is viewed."""
+    status: Status
+    reason: str
+    """Why it failed; empty if it did not, or could not say."""
+    num_steps: int | None
+    """Number of steps that its run file asks for."""
+    seconds_left: float
+    """Seconds until it is finished; NaN unless it runs."""
+    quiet: float
+    """Seconds since its files last changed."""
+    has_report: bool
+    content: Content
+
+
+class Reader:
+    """Reads the runs below a folder; what has not changed is not read again."""
+
+    def __init__(self, root: Path):
+        self.root = root.resolve()
+        self._lock = threading.Lock()
+        self._known: dict[Path, tuple[object, Content]] = {}
+
+    def read(self) -> list[RunState]:
+        """Return all runs, those that go on first, then the latest; one that vanishes is left out.
+
+        Files outside the folder are not read, whatever links point there.
+        """
+        with self._lock:
+            folders = list(find(self.root))
+            self._known = {f: known for f, known in self._known.items() if f in set(folders)}
+            states = [state for folder in folders if (state := self._state(folder))]
+        going = ("running", "starting")
+        return sorted(states, key=lambda run: (run.status not in going, run.quiet, run.name))
+
+    def _state(self, folder: Path) -> RunState | None:
+        files = [folder / n for n in ("config.yaml", FILE, "summary.json", FAILURE, "samples")]
+        stamps = {file.name: _stamp(self.root, file) for file in files}
+        if stamps["config.yaml"] is None:
+            return None
+        known, content = self._known.get(folder, (None, None))
+        if content is None or known != stamps:
+            present = {name for name, stamp in stamps.items() if stamp}
+            content = read(folder, present)
+            self._known[folder] = stamps, content
+        checkpoints = _stamp(self.root, folder / "checkpoints")
+        times = {name: stamp[0] / 1e9 for name, stamp in stamps.items() if stamp}
+        latest = max([*times.values(), checkpoints[0] / 1e9 if checkpoints else 0.0])
+        quiet = max(0.0, time.time() - latest)
+        status = status_of(content, times, quiet)
+        num_steps = content.settings.get("num_steps", "")
+        total = int(num_steps) if num_steps.isdecimal() else None
+        return RunState(
+            name=folder.relative_to(self.root).as_posix(),
+            status=status,
+            reason=content.failure if status == "failed" else "",
+            num_steps=total,
+            seconds_left=(total - content.done) * content.pace
+            if total is not None and status == "running"
+            else math.nan,
+            quiet=quiet,
+            has_report=_stamp(self.root, folder / "report.html") is not None,
+            content=content,
+        )
+
+
+def find(root: Path) -> Iterator[Path]:
+    """Yield the run directories below a folder, or itself; links to folders are not followed."""
+    for path, folders, files in os.walk(root):
+        begun = {FILE, "summary.json"} & set(files) or "checkpoints" in folders
+        deep = len(Path(path).relative_to(root).parts) >= _DEEPEST
+        is_run = "config.yaml" in files and begun
+        if is_run:
+            yield Path(path)
+        folders[:] = [] if is_run or deep else sorted(f for f in folders if f[0] != ".")
+
+
+def within(root: Path, path: Path) -> Path | None:
+    """Return the real path if it lies in a folder, all links followed; None otherwise."""
+    real = path.resolve()
+    return real if real.is_relative_to(root) else None
+
+
+def _stamp(root: Path, file: Path) -> tuple[int, int] | None:
+    """Return time of change and size of a file in the folder; None if there is none."""
+    try:
+        real = within(root, file)
+        found = real.stat() if real else None
+    except (OSError, RuntimeError):  # gone, or links in a circle
+        return None
+    return (found.st_mtime_ns, found.st_size) if found else None
+
+
+def read(folder: Path, present: set[str]) -> Content:
+    """Read the files of a run that are present; what cannot be read counts as missing."""
+    rows = list(_rows(_text(folder / FILE))) if FILE in present else []
+    series = collect(rows)
+    named = [name for name in _BEST if name in series]
+    config = _text(folder / "config.yaml")
+    trained = [row for row in rows if "evaluated_after" not in row]
+    pictures = folder.glob("samples/step-*.png") if "samples" in present else ()
+    newest = max((p.name for p in pictures), default="")
+    return Content(
+        curves={name: _curve(line) for name, line in series.items()},
+        settings=flat(_mapping(config)),
+        summary=read_json(folder / "summary.json") if "summary.json" in present else {},
+        failure=_text(folder / FAILURE).strip() if FAILURE in present else "",
+        done=max((row["step"] for row in trained), default=-1) + 1,
+        pace=_pace(trained[-_PACED:]),
+        best=_best(named[0], series[named[0]]) if named else None,
+        picture=f"samples/{newest}" if newest else "",
+    )
+
+
+def status_of(content: Content, times: Mapping[str, float], quiet: float) -> Status:
+    """Return how a run stands, from what its files say and when they were written.
+
+    A run that was killed says nothing: it is silent once it has been quiet for minutes and for
+    longer than its steps take.
+    """
+    told = content.summary.get("status")
+    if told == "finished":
+        return "finished"
+    if content.failure:
+        return "failed"
+    if told == "interrupted" and times.get("summary.json", 0.0) >= times.get(FILE, 0.0):
+        return "interrupted"
+    usual = MOST_STEPS_BETWEEN * content.pace if math.isfinite(content.pace) else 0.0
+    if quiet > max(_PATIENCE, usual):
+        return "silent"
+    return "running" if content.done else "starting"
+
+
+def flat(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings by dotted names, as text."""
+    found: dict[str, str] = {}
+    for name, value in settings.items():
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        nested = isinstance(inner, dict) and inner and _holds_mappings(value)
+        found |= flat(inner, f"{prefix}{name}.") if nested else {f"{prefix}{name}": str(value)}
+    return found
+
+
+def _holds_mappings(value: Any) -> bool:
+    return isinstance(value, dict) or any(isinstance(part, dict) for part in value)
+
+
+def _mapping(text: str) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _rows(text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics; lines that are only half there are left out."""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        step = row.get("step") if isinstance(row, dict) else None
+        if isinstance(step, int) and 0 <= step < _MOST_STEPS:
+            yield row
+
+
+def _curve(line: Mapping[int, float]) -> Curve:
+    steps = sorted(line)
+    values = [line[step] for step in steps]
+    kept = thinned(values)
+    return array("d", (steps[i] for i in kept)), array("d", (values[i] for i in kept))
+
+
+def _pace(rows: list[dict[str, Any]]) -> float:
+    times = [(row["step"], number(row.get("seconds"))) for row in rows]
+    if len(times) < 2 or times[-1][0] <= times[0][0]:
+        return math.nan
+    return (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0])
+
+
+def _best(name: str, line: Mapping[int, float]) -> Best:
+    finite = {step: value for step, value in line.items() if math.isfinite(value)}
+    step = max(finite, key=lambda k: (finite[k], -k))
+    return Best(_BEST[name], finite[step], step, finite[max(finite)])

@@ -1,0 +1,114 @@
+"""Serve the page about a folder of runs and the files that it shows; nothing can be written."""
+
+import contextlib
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, unquote
+
+from flowalign.reports.view.page import page
+from flowalign.reports.view.runs import Reader, within
+
+_KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".png": "image/png",
+    ".webp": "image/webp",
+    ".txt": "text/plain; charset=utf-8",
+    ".yaml": "text/plain; charset=utf-8",
+    ".json": "text/plain; charset=utf-8",
+    ".jsonl": "text/plain; charset=utf-8",
+    ".log": "text/plain; charset=utf-8",
+}
+"""Types of the files that are served; weights and others are not."""
+_POLICY = (
+    "default-src 'none'; img-src 'self' data:; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src {connect}; base-uri 'none'; form-action 'self'"
+)
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the runs below a folder until it is told to stop.
+
+    With `names`, requests that name another host are refused: on the loopback address they come
+    from a page elsewhere that pretends to be here.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, root: Path, host: str, port: int, every: float, names: tuple[str, ...] = ()):
+        self.reader, self.every, self.names = Reader(root), every, names
+        super().__init__((host, port), _Handler)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a browser that went away; print anything else."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    @property
+    def _view(self) -> Server:
+        assert isinstance(self.server, Server)
+        return self.server
+
+    def do_GET(self) -> None:
+        host = self.headers.get("Host", "").lower().rpartition(":")[0].strip("[]")
+        if self._view.names and host not in self._view.names:
+            return self.send_error(HTTPStatus.FORBIDDEN)
+        path, _, query = self.path.partition("?")
+        if path == "/":
+            asked = parse_qs(query)
+            return self._page(asked.get("run", []), "more" in asked)
+        if path.startswith("/files/"):
+            return self._file(unquote(path.removeprefix("/files/")))
+        return self.send_error(HTTPStatus.NOT_FOUND)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _page(self, wanted: list[str], more: bool) -> None:
+        reader = self._view.reader
+        content = page(reader.root.name, reader.read(), wanted, more, self._view.every)
+        self._send(content.encode(), _KINDS[".html"], "'self'")
+
+    def _file(self, name: str) -> None:
+        content = read_file(self._view.reader.root, name)
+        if content is None:
+            return self.send_error(HTTPStatus.NOT_FOUND)
+        return self._send(content, _KINDS[Path(name).suffix], "'none'")
+
+    def _send(self, content: bytes, kind: str, connect: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        headers = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Cache-Control": "no-cache",
+            "Content-Security-Policy": _POLICY.format(connect=connect),
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Write nothing: the page asks every few seconds."""
+
+
+def read_file(root: Path, name: str) -> bytes | None:
+    """Return a file below the folder; None if it is not there, hidden, of another kind or outside.
+
+    Outside is also what a link leads to.
+    """
+    parts = name.split("/")
+    if Path(name).suffix not in _KINDS or any(part[:1] in ("", ".") for part in parts):
+        return None
+    if "\0" in name or "\\" in name:
+        return None
+    with contextlib.suppress(OSError, RuntimeError):  # gone since, or links in a circle
+        real = within(root, root / name)
+        return real.read_bytes() if real and real.is_file() else None
+    return None

@@ -1,0 +1,99 @@
+"""What an evaluation leaves behind beside its means, and what the train verb notes of a run."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from flowalign.cli.main import main
+from flowalign.distributed.processes import ALONE
+from flowalign.reports import run_report
+from flowalign.training.evaluate import Evaluation, evaluate, save_grid
+from tests.fixtures.fake_run import BLANK
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import new_rewards
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    for split, prompts in (("seen", "a\nbb\nccc"), ("unseen", "dddd")):
+        (tmp_path / f"{split}.txt").write_text(prompts)
+    files = {split: str(tmp_path / f"{split}.txt") for split in ("seen", "unseen")}
+    return Evaluation(prompts=files, num_prompts=8, num_steps=2, micro_batch=3, grid=4)
+
+
+def test_the_scores_of_all_samples_are_those_of_the_means_and_of_the_pictures(cfg, tmp_path):
+    """A picture is one pixel, so the grid tells its own scores."""
+    found = evaluate(PixelPolicy(), new_rewards(), cfg, ALONE)
+    save_grid(tmp_path, 3, found)
+    content = json.loads((tmp_path / "samples" / "step-000003.json").read_text())
+    rows = content["samples"]
+    assert content["dims"] == ["redness", "green"]
+    assert [row["split"] for row in rows] == ["seen"] * 4 + ["unseen"] * 4
+    assert [row["prompt"] for row in rows] == ["a", "bb", "ccc", "a"] + ["dddd"] * 4
+    scores = torch.tensor([row["scores"][0] for row in rows])
+    assert found.metrics["eval/redness"] == pytest.approx(float(scores.mean()))
+    assert found.metrics["eval/unseen/redness"] == pytest.approx(float(scores[4:].mean()))
+    assert [rows[i]["prompt"] for i in content["shown"]] == found.grid_prompts
+    reds = new_rewards().models[0].score(new_rewards().batch(found.grid, found.grid_prompts))
+    assert torch.allclose(scores[content["shown"]], reds.values[:, 0], atol=1e-6)
+
+
+@pytest.fixture
+def run_file(tmp_path, cfg, monkeypatch):
+    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
+    prompts = str(tmp_path / "seen.txt")
+    content = {
+        "policy": {"class_path": "tests.fixtures.pixel.PixelPolicy"},
+        "num_steps": 2,
+        "recipe": {
+            "class_path": "flowalign.training.PolicyGradient",
+            "init_args": {
+                "prompts": prompts,
+                "prompts_per_step": 2,
+                "sampling": {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8},
+                "algorithm": {"class_path": "flowalign.losses.GRPO"},
+            },
+        },
+        "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+        "reward_weights": {"redness": 1.0},
+        "optimizer": {"learning_rate": 1e-3},
+        "evaluation": {"prompts": {"all": prompts}, "num_prompts": 3, "num_steps": 2},
+        "checkpoints": {"every": 1},
+        "device": "cpu",
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "run.yaml"
+
+
+def exit_code(*argv):
+    with pytest.raises(SystemExit) as caught:
+        main([str(word) for word in argv])
+    return caught.value.code
+
+
+@pytest.mark.slow
+def test_a_run_keeps_the_commands_that_trained_it_and_its_report_shows_them(run_file):
+    assert exit_code("train", run_file, "--num_steps", 1) == 0
+    folder = run_file.parent / "run"
+    assert (folder / "commands.txt").read_text() == f"flowalign train {run_file} --num_steps 1\n"
+    assert exit_code("train", run_file) == 2
+    assert exit_code("train", run_file, "--resume") == 0
+    commands = (folder / "commands.txt").read_text().splitlines()
+    assert commands[1:] == [f"flowalign train {run_file} --resume"]
+    page = (folder / "report.html").read_text()
+    assert "\n".join(commands) in page
+    assert "Lowest at the end" in page
+    assert not (folder / "failure.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
+    def disk_is_full(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("flowalign.runs.session.save_grid", disk_is_full)
+    assert exit_code("train", run_file) == 1
+    assert (run_file.parent / "run" / "failure.txt").read_text() == "no space left on device\n"
