@@ -15,9 +15,8 @@ FILES = {
     "configs/preference/shapes/online_dpo.yaml": "recipe.",
 }
 """Files of every kind, and how the keys begin that no file before them has."""
-VALUES = ["0", "-1", "0.5", "2147483648", "1e38", "-1e300", "five"]
-VALUES += ["1e39", "1" + "0" * 45, ".nan", ".inf", "-.inf", "[]", "{}"]
-NEVER = {"1e39", "1" + "0" * 45, "-1e300", ".nan", ".inf", "-.inf", "[]", "{}"}
+VALUES = ["0", "-1", "2147483648", "1e38", "1e39", ".nan", "[]", "five"]
+NEVER = {"1e39", ".nan", "[]"}
 """Values that no number may have."""
 
 
