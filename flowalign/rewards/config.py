@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
+from flowalign.rewards.checked import check_spec
 from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
@@ -36,7 +37,10 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
         if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
             raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
         parsed = parser.parse_object(content)
-        return parser.instantiate_classes(parsed)["rewards"], parser.dump(parsed, skip_none=False)
+        models = parser.instantiate_classes(parsed)["rewards"]
+        for model in models:
+            check_spec(model)
+        return models, parser.dump(parsed, skip_none=False)
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flowalign.curation.scoring.rows import Column, Item, assemble, prepare, sco
 from flowalign.curation.scoring.table import FIXED, Parts, Row, merge
 from flowalign.data.readers import Dataset
 from flowalign.data.records import Record
+from flowalign.rewards.checked import CheckedReward
 from flowalign.types import RewardModel
 from flowalign.utils.files import write_text
 
@@ -140,7 +141,9 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
 
     Raises:
         TooManyFailed: Too many rows failed so far; this is checked after every block.
+        RewardError: A model raised an error other than ValueError, or did not return scores.
     """
+    job = replace(job, models=[CheckedReward(model) for model in job.models])
     parts, stats = Parts(job.folder / "parts"), RunningStats()
     blocks: list[int] = []
 
