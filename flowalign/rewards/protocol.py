@@ -7,7 +7,7 @@ library, which copies the pixels several times; reading is the library's.
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -62,21 +62,27 @@ def open_message(message: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
         tensors = load(message)
         if request["version"] != VERSION:
             raise ValueError(f"version {request['version']!r}; this side speaks {VERSION}")
-        media, counts = tensors["media"], request["references"]
+        media = tensors["media"]
         check_columns(request, len(media) if media.ndim else 0)
-        wanted = {"media", *(f"reference.{i}.{j}" for i, n in enumerate(counts) for j in range(n))}
+        _check_tensors(tensors, request["references"])
     except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
+    return tensors, request
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> None:
+    """Raise ValueError unless these are media and their references, `counts` of each sample."""
+    if sum(counts) != len(tensors) - 1:
+        raise ValueError(f"{len(tensors) - 1} reference images, but {sum(counts)} declared")
+    wanted = {"media", *(f"reference.{i}.{j}" for i, n in enumerate(counts) for j in range(n))}
     if wanted != set(tensors):
         raise ValueError(f"tensors {sorted(set(tensors) ^ wanted)[:5]} do not fit the request")
-    if media.ndim != 5 or media.shape[2] != 3:
-        raise ValueError(f"media of shape {tuple(media.shape)}, expected (n, frames, 3, h, w)")
     for name, tensor in tensors.items():
-        if name != "media" and (tensor.ndim != 3 or tensor.shape[0] != 3):
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected (3, h, w)")
+        axes = (5, 2, "(n, frames, 3, h, w)") if name == "media" else (3, 0, "(3, h, w)")
+        if tensor.ndim != axes[0] or tensor.shape[axes[1]] != 3:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {axes[2]}")
         if tensor.dtype not in (torch.uint8, torch.float32):
             raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
-    return tensors, request
 
 
 def batch_of(tensors: Mapping[str, Tensor], request: Mapping[str, Any]) -> MediaBatch:

@@ -25,7 +25,7 @@ _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
 _BROKEN = (
     *(OSError, ValueError, SyntaxError, EOFError, ArithmeticError, LookupError, TypeError),
-    *(AttributeError, RuntimeError, Image.DecompressionBombError),
+    *(AttributeError, RuntimeError),
 )
 """Errors that Pillow raises for broken files, by their format."""
 
@@ -138,6 +138,8 @@ def _opened(file: bytes) -> Image.Image:
     """Read the header of a picture, which declares its size."""
     try:
         picture = Image.open(io.BytesIO(file), formats=(*_FORMATS, "JPEG"))
+    except Image.DecompressionBombError as error:
+        raise Refused(413, str(error)) from error
     except _BROKEN as error:
         raise ValueError(f"an image cannot be read: {error}") from error
     if picture.format not in _FORMATS:

@@ -13,16 +13,15 @@ from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
-from flowalign.cli.serve import bound, is_loopback, run, snippet
+from flowalign.cli.serve import is_loopback, run, snippet
 from flowalign.rewards.batching import Batcher
 from flowalign.rewards.checked import RewardError
-from flowalign.rewards.http import server
 from flowalign.rewards.limits import Limits
 from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
-from flowalign.rewards.server import Service
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
 from reward_models.remote import RemoteReward
+from tests.fixtures.running import Running
 
 
 class Mean(RewardModel, Loadable):
@@ -45,28 +44,6 @@ class Mean(RewardModel, Loadable):
         values = torch.stack([level, torch.tensor([len(p) / 8 for p in batch.prompts])], 1)
         extras = [{"said": p} for p in batch.prompts]
         return RewardOutput.build(self.spec, values, failed, values / 2, extras)
-
-
-class Running:
-    """A uvicorn server in a thread, on a free port of the loopback."""
-
-    def __init__(self, *models, token=None, port=0, **limits):
-        self.service = Service(models, Limits(**limits), token)
-        self.socket = bound("127.0.0.1", port)
-        self.server = server(self.service)
-        self.thread = threading.Thread(target=self.server.run, args=([self.socket],), daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.port = self.socket.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    def __exit__(self, *_):
-        self.server.should_exit = True
-        self.thread.join(20)
 
 
 def client(url, **options):
