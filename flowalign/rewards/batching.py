@@ -18,13 +18,13 @@ class _Job:
     batch: MediaBatch
     deadline: float
     result: "Future[RewardOutput]" = field(default_factory=Future)
+    kind: tuple[Any, ...] = field(init=False)
+    """Key that is equal for jobs that fit in one batch."""
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """Key that is equal for jobs that fit in one batch."""
+    def __post_init__(self) -> None:
         b = self.batch
         columns = (b.metadata, b.fps, b.references, b.groups)
-        return (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
+        self.kind = (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
 
 
 class Batcher:

@@ -22,6 +22,8 @@ REMEMBERED = 256
 """Number of requests whose answer is kept, in case their id is sent again."""
 DECODERS = 2
 """Number of threads that read requests and decode pixels."""
+AT_ONCE = 1 << 18
+"""Bytes up to which that is done at once, because a thread would take longer to begin."""
 
 
 class Service:
@@ -60,7 +62,9 @@ class Service:
         start = time.monotonic()
         try:
             async with asyncio.timeout(self.limits.deadline):
-                request = await self._aside(read_request, body, content_type, self.limits)
+                request = await self._aside(
+                    len(body), read_request, body, content_type, self.limits
+                )
         except TimeoutError as error:
             raise Refused(504, f"not read within {self.limits.deadline:g} seconds") from error
         except ValueError as error:
@@ -85,7 +89,7 @@ class Service:
         held.add(request.size)
         try:
             async with asyncio.timeout(until - time.monotonic()):
-                batch = await self._aside(_decoded, request)
+                batch = await self._aside(request.size, _decoded, request)
                 output = await asyncio.wrap_future(batcher.submit(batch, until))
         except TimeoutError as error:
             raise Refused(504, f"not scored within {request.deadline:g} seconds") from error
@@ -99,8 +103,10 @@ class Service:
         except (TypeError, ValueError) as error:
             raise Refused(500, f"extras of the reward are not JSON: {error}") from error
 
-    async def _aside(self, work: Callable[..., T], *given: Any) -> T:
-        """Return the result of work that would hold up the loop, and so everyone."""
+    async def _aside(self, size: int, work: Callable[..., T], *given: Any) -> T:
+        """Return the result of work, which must not hold up everyone if it is large."""
+        if size <= AT_ONCE:
+            return work(*given)
         return await asyncio.get_running_loop().run_in_executor(self.decoders, work, *given)
 
     def _batcher(self, name: str | None) -> Batcher:

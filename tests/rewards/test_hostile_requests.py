@@ -216,11 +216,14 @@ def arguments(*words):
 
 
 @pytest.mark.slow
-def test_sixty_four_clients_lose_nothing_among_hostile_ones():
+def test_sixty_four_clients_lose_nothing_among_hostile_ones(tmp_path):
     """Memory may grow by what is held, and as much again for copies and the allocator."""
     limits = [f"--{name}={value:g}" for name, value in SMALL.items()]
     stopped, held = threading.Event(), SMALL["max_held_mb"]
-    with serving(*limits, "--read_timeout=2") as (url, pid), ThreadPoolExecutor(72) as threads:
+    with (
+        serving(tmp_path / "rewards.yaml", *limits, "--read_timeout=2") as (url, pid),
+        ThreadPoolExecutor(72) as threads,
+    ):
         started_with, until = memory_mb(pid), time.monotonic() + 15
         hostile = [Hostile(url, seed, stopped) for seed in range(8)]
         attacks = [threads.submit(one.run) for one in hostile]
