@@ -120,15 +120,16 @@ class Batcher:
         return taken
 
     def _score(self, model: CheckedReward, jobs: Sequence[_Job]) -> None:
-        """Answer jobs; if the model cannot score all, each is scored alone."""
+        """Answer jobs; if the model cannot score all, each half is scored alone, and so on."""
         if not jobs:
             return
         try:
             output = model.score(MediaBatch.concat([job.batch for job in jobs]))
         except RuntimeError as error:  # of a model's mistake, or memory for the whole batch
-            if len(jobs) > 1:
-                for job in jobs:
-                    self._score(model, [job])
+            half = len(jobs) // 2
+            if half:
+                self._score(model, jobs[:half])
+                self._score(model, jobs[half:])
             else:
                 _fail(jobs[0], error)
             return

@@ -2,14 +2,17 @@
 
 import math
 import threading
+from argparse import Namespace
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flowalign.cli.messages import MAX_LINES, complain
+from flowalign.cli.main import VERBS, run
+from flowalign.cli.messages import MAX_LINES
 from flowalign.rewards.checked import (
     CheckedReward,
     RewardError,
@@ -194,15 +197,15 @@ def test_a_short_wait_is_not_announced():
     assert lines == []
 
 
-def test_training_ends_with_one_short_message(capsys):
+def test_training_ends_with_exit_code_1_and_one_short_message(capsys, monkeypatch):
     class Typo(Doing):
         def score(self, batch):
             return batch.medium
 
     rewards = Rewards([Typo(None)], {"warm": 1.0})
-    with pytest.raises(RewardFailure) as caught:
-        train(new_recipe(), new_learner(), rewards)
-    assert complain(caught.value, 1) == 1
+    training = SimpleNamespace(run=lambda _: train(new_recipe(), new_learner(), rewards))
+    monkeypatch.setitem(VERBS, "train", training)
+    assert run(Namespace(verb="train")) == 1
     said = capsys.readouterr().err
     assert len(said.splitlines()) <= MAX_LINES
     assert "warmth" in said

@@ -142,7 +142,35 @@ def test_a_request_that_is_refused_does_not_take_others_of_its_batch_with_it():
     assert all(future.result(20).valid.all() for future in (first, good, last))
     with pytest.raises(RewardError, match="no dogs"):
         refused.result(20)
-    assert model.calls == [1, 8, 3, 3, 2]
+    assert model.calls == [1, 8, 3, 5, 3, 2]
+
+
+def test_the_earliest_deadline_is_served_first_and_one_that_was_given_up_not_at_all():
+    gate = threading.Event()
+    model = Mean(before=lambda batch: gate.wait(60))
+    batcher, now = Batcher(model, Limits(max_wait_ms=0.0)), time.monotonic()
+    first = batcher.submit(batch_of(1), now + 60)
+    while not model.calls:
+        time.sleep(0.01)
+    sizes, seconds = (2, 3, 4, 5), (400, 200, 100, 300)  # of different shapes: no shared batches
+    futures = [
+        batcher.submit(batch_of(n, size=n), now + s) for n, s in zip(sizes, seconds, strict=True)
+    ]
+    futures[1].cancel()
+    assert len(batcher.waiting) == 3
+    gate.set()
+    for future in (first, *futures[:1], *futures[2:]):
+        assert future.result(60).valid.all()
+    assert model.calls == [1, 4, 5, 2]
+
+
+def test_a_job_whose_deadline_has_passed_is_not_scored():
+    model = Mean()
+    batcher = Batcher(model, Limits())
+    with pytest.raises(TimeoutError, match="its deadline passed"):
+        batcher.submit(batch_of(1), time.monotonic() - 1).result(60)
+    assert batcher.submit(batch_of(2), time.monotonic() + 60).result(60).valid.all()
+    assert model.calls == [2]
 
 
 def test_a_model_whose_loading_breaks_is_not_loading_for_ever():

@@ -141,7 +141,6 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
 
     Raises:
         TooManyFailed: Too many rows failed so far; this is checked after every block.
-        RewardError: A model raised an error other than ValueError, or did not return scores.
     """
     job = replace(job, models=[CheckedReward(model) for model in job.models])
     parts, stats = Parts(job.folder / "parts"), RunningStats()
@@ -291,8 +290,7 @@ class _Block:
         self._futures.append(self._scorer.submit(self._score, items, assemble(items)))
 
     def _score(self, items, batch) -> list[dict[str, Column]]:
-        start = time.perf_counter()
-        rows = score(self._job.models, items, batch)
+        start, rows = time.perf_counter(), score(self._job.models, items, batch)
         self._speed.in_model += time.perf_counter() - start
         self._speed.rows += len(rows)
         return rows
