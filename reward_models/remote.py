@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -32,7 +33,8 @@ from flowalign.types import (
     RewardSpec,
 )
 
-_TRANSIENT = (429, 500, 502, 503, 504)
+_LONGEST_WAIT_S = 30.0
+_TRANSIENT = (408, 429, 500, 502, 503, 504)
 
 
 class RemoteReward(RewardModel, Loadable):
@@ -41,8 +43,9 @@ class RemoteReward(RewardModel, Loadable):
     `dims` must be those that the server lists under /spec; `load` compares them. `8bit` pixels are
     rounded like in an image file and travel four times faster. A request that fails is sent again
     up to `retries` times, with growing delays; one that still fails makes its samples invalid, and
-    one that the server rejects raises ValueError. The token is read from the environment variable
-    `token_env`.
+    one that the server rejects raises ValueError. A server that has no room is asked again when it
+    says, which is no failure until `timeout` seconds have passed. The token is read from the
+    environment variable `token_env`.
     """
 
     def __init__(
@@ -136,39 +139,46 @@ class RemoteReward(RewardModel, Loadable):
 
     def _ask(self, batch: MediaBatch) -> RewardOutput:
         request = {"request_id": uuid.uuid4().hex, "model": self.model, "deadline_s": self.timeout}
-        message, answer = pack_batch(batch, self.pixels, request), "it was not asked"
-        for attempt in range(self.retries + 1):
-            if attempt:
-                time.sleep(min(0.25 * 2**attempt, 8.0) * random.uniform(0.5, 1.0))
+        message, failures = pack_batch(batch, self.pixels, request), 0
+        until = time.monotonic() + self.timeout
+        while True:
             answer = self._post(message, len(batch))
             if isinstance(answer, RewardOutput):
                 return answer
+            if answer.retry_after is not None and time.monotonic() < until:
+                time.sleep(answer.retry_after * random.uniform(1.0, 1.5))
+                continue
+            failures += 1
+            if failures > self.retries:
+                break
+            time.sleep(min(0.25 * 2**failures, 8.0) * random.uniform(0.5, 1.0))
         nothing = torch.full((len(batch), len(self.spec.dims)), torch.nan)
-        reason = f"{self.url} failed {self.retries + 1} times, last with {answer}"
+        reason = f"{self.url} failed {failures} times, last with {answer.why}"
         return RewardOutput.build(self.spec, nothing, dict.fromkeys(range(len(batch)), reason))
 
-    def _post(self, message: Sequence[Piece], count: int) -> RewardOutput | str:
+    def _post(self, message: Sequence[Piece], count: int) -> "RewardOutput | _Nothing":
         """Return scores, or why there are none yet; raise ValueError where a retry is useless."""
         try:
-            status, content = self._server.ask("POST", "/score", message, CONTENT_TYPE)
+            reply = self._server.ask("POST", "/score", message, CONTENT_TYPE)
         except (OSError, HTTPException) as error:
-            return f"{type(error).__name__} {error}"
+            return _Nothing(f"{type(error).__name__} {error}")
+        status, content = reply.status, reply.content
         why = f"status {status}: {content[:200].decode(errors='replace')}"
         if status not in (200, *_TRANSIENT):
             raise ValueError(f"{self.url} refuses the request, {why}")
         if status != 200:
-            return why
+            return _Nothing(why, reply.retry_after)
         try:
             return output_from_json(json.loads(content), self.spec, count)
         except ValueError as error:  # truncated, or not JSON
-            return f"an answer that cannot be read: {error}"
+            return _Nothing(f"an answer that cannot be read: {error}")
 
     def _wait_until_ready(self) -> None:
         """Poll until the server has loaded its models; raise ValueError after `timeout`."""
         until = time.monotonic() + self.timeout
         while True:
             try:
-                state = json.loads(self._server.ask("GET", "/health")[1])
+                state = json.loads(self._server.ask("GET", "/health").content)
             except (OSError, HTTPException, ValueError) as error:
                 raise ValueError(
                     f"reward server {self.url} cannot be reached ({type(error).__name__} {error})"
@@ -183,10 +193,27 @@ class RemoteReward(RewardModel, Loadable):
             time.sleep(0.2)
 
     def _specs(self) -> dict[str, Any]:
-        status, content = self._server.ask("GET", "/spec")
-        if status != 200:
-            raise ValueError(f"{self.url}/spec: status {status} {content[:200].decode()}")
-        return json.loads(content)
+        reply = self._server.ask("GET", "/spec")
+        if reply.status != 200:
+            why = reply.content[:200].decode(errors="replace")
+            raise ValueError(f"{self.url}/spec: status {reply.status} {why}")
+        return json.loads(reply.content)
+
+
+@dataclass(frozen=True)
+class _Nothing:
+    """Says why there are no scores yet."""
+
+    why: str
+    retry_after: float | None = None
+    """Seconds after which a server that has no room now wants to be asked again."""
+
+
+@dataclass(frozen=True)
+class _Reply:
+    status: int
+    content: bytes
+    retry_after: float | None
 
 
 class _Connection:
@@ -200,8 +227,8 @@ class _Connection:
 
     def ask(
         self, method: str, path: str, body: Sequence[Piece] = (), content_type: str = ""
-    ) -> tuple[int, bytes]:
-        """Send a request and return status and content of the answer."""
+    ) -> _Reply:
+        """Send a request and return the answer."""
         headers = self.headers | {"content-length": str(sum(map(len, body)))}
         headers |= {"content-type": content_type} if body else {}
         idle = self.http.sock is not None
@@ -219,8 +246,10 @@ class _Connection:
 
     def _once(
         self, method: str, path: str, body: Sequence[Piece], headers: dict[str, str]
-    ) -> tuple[int, bytes]:
+    ) -> _Reply:
         with suppress(BrokenPipeError, ConnectionResetError):  # it may have answered: too large
             self.http.request(method, self.path + path, iter(body), headers)
         reply = self.http.getresponse()
-        return reply.status, reply.read()
+        seconds = reply.getheader("retry-after", "")
+        wait = min(float(seconds), _LONGEST_WAIT_S) if seconds.isdecimal() else None
+        return _Reply(reply.status, reply.read(), wait)

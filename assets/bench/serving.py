@@ -34,7 +34,8 @@ import sys, uvicorn
 sys.path.insert(0, {folder!r})
 from serving import Nothing
 from flowalign.rewards.http import application
-from flowalign.rewards.server import Limits, Service
+from flowalign.rewards.limits import Limits
+from flowalign.rewards.server import Service
 app = application(Service([Nothing()], Limits(max_wait_ms={wait})))
 uvicorn.run(app, port={port}, log_level="error")
 """

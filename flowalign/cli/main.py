@@ -112,7 +112,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run a verb, and turn what the user can correct into a short message."""
-    from flowalign.rewards.composite import RewardFailure
+    from flowalign.rewards.checked import RewardFailure
     from flowalign.training.learner import TrainingFailure
     from flowalign.utils.errors import ConfigError
 

@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one process of several, which is started as `python -m flowalign.cli.score`."""
+    from flowalign.rewards.checked import RewardFailure
     from flowalign.utils.errors import ConfigError
 
     parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_WRONG
+    except RewardFailure as error:
+        return _failed(str(error))
     except KeyboardInterrupt:
         sys.stderr.write("stopped; what was saved is intact, the same command goes on\n")
         return EXIT_STOPPED
@@ -111,8 +114,8 @@ def _run_one(args: argparse.Namespace) -> int:
     from flowalign.curation.scoring.rows import fingerprint
     from flowalign.curation.scoring.table import alone
     from flowalign.data.readers import open_dataset
+    from flowalign.rewards.checked import load
     from flowalign.rewards.config import load_rewards
-    from flowalign.types import Loadable
 
     dataset = open_dataset(args.data, args.schema, args.root)
     models, text = load_rewards(args.rewards)
@@ -133,8 +136,7 @@ def _run_one(args: argparse.Namespace) -> int:
     with alone(job.folder / "parts" / f".lock-{i}-of-{n}"):
         compare(job.folder / _MANIFEST, settings, _MAKER)
         for model in models:
-            if isinstance(model, Loadable):
-                model.load()
+            load(model)
         agree(job.folder / _MANIFEST, settings | {"fingerprint": fingerprint(models)}, _MAKER)
         return _score(args, job, Speed())
 

@@ -3,23 +3,33 @@
 import argparse
 import ipaddress
 import os
+import socket
 
 HELP = "Serve reward models to other processes and machines."
 LOOPBACK = ("localhost", "::1")
+_LIMITS = (
+    *("max_batch", "max_wait_ms", "deadline", "max_request_mb", "max_picture_mp"),
+    *("max_request_mp", "max_held_mb", "max_requests", "read_timeout"),
+)
+"""Options that are fields of Limits."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `flowalign serve-reward`."""
-    parser.add_argument("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
-    parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
-    parser.add_argument("--port", type=int, default=8411)
-    parser.add_argument("--max_batch", type=int, default=64, help="samples per call of a model")
-    parser.add_argument(
-        "--max_wait_ms", type=float, default=3.0, help="wait of a request for others in its batch"
-    )
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds per request, at most")
-    parser.add_argument("--max_request_mb", type=float, default=256.0)
-    parser.add_argument(
+    add = parser.add_argument
+    add("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
+    add("--host", default="127.0.0.1", help="default: this machine only")
+    add("--port", type=int, default=8411, help="0: any that is free")
+    add("--max_batch", type=int, default=64, help="samples per call of a model")
+    add("--max_wait_ms", type=float, default=3.0, help="wait of a request for others in its batch")
+    add("--deadline", type=float, default=60.0, help="seconds per request, at most")
+    add("--read_timeout", type=float, default=30.0, help="seconds in which a request must arrive")
+    add("--max_request_mb", type=float, default=256.0, help="MiB of a request")
+    add("--max_picture_mp", type=float, default=16.0, help="million pixels of a picture or frame")
+    add("--max_request_mp", type=float, default=100.0, help="million pixels of a request")
+    add("--max_held_mb", type=float, default=4096.0, help="MiB of all requests that wait")
+    add("--max_requests", type=int, default=1024, help="requests that wait")
+    add(
         "--token_env",
         default="FLOWALIGN_REWARD_TOKEN",
         metavar="NAME",
@@ -34,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: The options or the rewards need a correction by the user.
     """
     from flowalign.rewards.config import load_rewards
-    from flowalign.rewards.http import application
-    from flowalign.rewards.server import Limits, Service
+    from flowalign.rewards.http import needs_http, server
+    from flowalign.rewards.limits import Limits
+    from flowalign.rewards.server import Service
+    from flowalign.utils.console import say
     from flowalign.utils.errors import ConfigError
 
     token = os.environ.get(args.token_env)
@@ -44,21 +56,38 @@ def run(args: argparse.Namespace) -> int:
             f"--host {args.host} can be reached from other machines, so clients need a token:\n"
             f"set the environment variable {args.token_env}, or serve on 127.0.0.1"
         )
-    models, _ = load_rewards(args.rewards)
     try:
-        limits = Limits(args.max_batch, args.max_wait_ms, args.deadline, args.max_request_mb)
-        service = Service(models, limits, token)
-        app = application(service)
+        limits = Limits(**{name: vars(args)[name] for name in _LIMITS})
+        needs_http()
+        with bound(args.host, args.port) as listening:
+            service = Service(load_rewards(args.rewards)[0], limits, token)
+            host, port = listening.getsockname()[:2]
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            say(f"rewards on {url}: /health /spec /score. In a run file:")
+            say(snippet(service, url))
+            server(service).run(sockets=[listening])
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    import uvicorn
-    from rich.console import Console
-
-    log = Console(stderr=True, highlight=False, markup=False, soft_wrap=True).print
-    log(f"rewards on http://{args.host}:{args.port}: /health /spec /score. In a run file:")
-    log(snippet(service, f"http://{args.host}:{args.port}"))
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", access_log=False)
     return 0
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """Return a socket with this address; raises ValueError if it is not to be had."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port is {port}; it must be in 0..65535, where 0 is any free one")
+    try:
+        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host {host!r} is no address of this machine: {error}") from error
+    listening = socket.socket(kind, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen()
+    except OSError as error:
+        listening.close()
+        raise ValueError(f"cannot serve on {host}, port {port}: {error.strerror}") from error
+    return listening
 
 
 def is_loopback(host: str) -> bool:

@@ -1,10 +1,13 @@
 """Rewards: several reward models as one, what is optimised of them, and their server."""
 
-from flowalign.rewards.composite import RewardFailure, Rewards
+from flowalign.rewards.checked import CheckedReward, RewardError, RewardFailure
+from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Thresholds, TransformedValues
 
 __all__ = [
+    "CheckedReward",
     "LogSigmoidCentred",
+    "RewardError",
     "RewardFailure",
     "Rewards",
     "Thresholds",

@@ -3,22 +3,16 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from flowalign.types import Loadable, MediaBatch, Policy, RewardModel, RewardOutput
+from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, check_spec, load
+from flowalign.types import MediaBatch, Policy, RewardModel, RewardOutput
+from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
-
-OnFailure = Literal["raise", "drop_sample", "drop_group"]
-"""Reaction to a reward that could not be computed: end the run, drop what needs it, or drop its
-whole group."""
-
-
-class RewardFailure(RuntimeError):
-    """Signals a reward that could not be computed, in a run that stops in that case."""
 
 
 @dataclass
@@ -35,16 +29,21 @@ class Rewards:
     """Counter of decodes and reward calls."""
     metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Further columns of each prompt's row, for models that read them."""
+    log: Callable[[str], None] = say
+    """Shows a line about a reward that is waited for."""
     dims: tuple[str, ...] = field(init=False)
     """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
     """Weight of each dimension; 0 where none is given."""
-    _workers: dict[int, ThreadPoolExecutor] = field(default_factory=dict, init=False, repr=False)
+    workers: dict[int, "Worker"] = field(default_factory=dict, init=False, repr=False)
+    """Thread of each model that was called, by its id."""
 
     def __post_init__(self) -> None:
         """Reject weights of unknown dimensions, and dimensions that several models have."""
         if not self.models and self.weight_of:
             raise ValueError(f"rewards is empty, but reward_weights names {sorted(self.weight_of)}")
+        for model in self.models:
+            check_spec(model)
         self.dims = tuple(dim for model in self.models for dim in model.spec.dims)
         repeated = sorted({dim for dim in self.dims if self.dims.count(dim) > 1})
         if repeated:
@@ -87,8 +86,7 @@ class Rewards:
     def load(self) -> None:
         """Load every model; raise ValueError for weights or servers that cannot be used."""
         for model in self.models:
-            if isinstance(model, Loadable):
-                model.load()
+            load(model)
 
     def batch(
         self,
@@ -112,13 +110,15 @@ class Rewards:
         scoring.add(batch)
         return scoring.result()
 
-    def worker(self, model: RewardModel) -> ThreadPoolExecutor:
-        """Return the one thread of a model: models run beside each other, calls in order."""
-        if id(model) not in self._workers:
-            name = f"reward-{model.spec.name}"
+    def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
+        """Call a model in its one thread: models run beside each other, calls in order."""
+        if id(model) not in self.workers:
+            checked = CheckedReward(model, self.on_failure, lambda text: self.log(text))
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
-            self._workers[id(model)] = ThreadPoolExecutor(1, name, _on, (device,))
-        return self._workers[id(model)]
+            thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _on, (device,))
+            self.workers[id(model)] = Worker(checked, thread)
+        worker = self.workers[id(model)]
+        return worker.thread.submit(worker.model.score, batch)
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
         """Raise RewardFailure if a weighted dimension failed; `name` names a sample."""
@@ -135,6 +135,16 @@ class Rewards:
     def usable(self, valid: Bool[Tensor, "n R"]) -> Bool[Tensor, "n"]:
         """Return which samples have all weighted dimensions; other failures are only not logged."""
         return valid[:, self.weights != 0].all(1)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Holds a checked model and the one thread that calls it."""
+
+    model: CheckedReward
+    """Model, which vouches for its scores."""
+    thread: ThreadPoolExecutor
+    """Thread of its own."""
 
 
 def _on(device: int | None) -> None:
@@ -165,18 +175,18 @@ class Scoring:
             if "groups" in model.spec.needs:
                 compares = True
             else:
-                jobs.append(self.rewards.worker(model).submit(model.score, batch))
+                jobs.append(self.rewards.submit(model, batch))
         if compares:
             self.batches.append(batch)
 
     def result(self) -> RewardOutput:
-        """Return all dimensions of all chunks, in order. Raises what a model raised."""
+        """Return all dimensions of all chunks, in order; raises RewardError."""
         if self.batches:
             whole = MediaBatch.concat(self.batches)
             self.batches = []
             for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
                 if "groups" in model.spec.needs:
-                    jobs.append(self.rewards.worker(model).submit(model.score, whole))
+                    jobs.append(self.rewards.submit(model, whole))
         if not self.jobs:
             return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
         columns = [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
+from flowalign.rewards.checked import check_spec
 from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
@@ -39,7 +40,10 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
         parsed = parser.parse_object(content)
         for key, what in out_of_range(parsed, _File):
             raise ConfigError(f"{source}: {key} is {what}")
-        return parser.instantiate_classes(parsed)["rewards"], parser.dump(parsed, skip_none=False)
+        models = parser.instantiate_classes(parsed)["rewards"]
+        for model in models:
+            check_spec(model)
+        return models, parser.dump(parsed, skip_none=False)
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise

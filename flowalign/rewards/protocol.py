@@ -7,7 +7,7 @@ library, which copies the pixels several times; reading is the library's.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -46,33 +46,92 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> l
 
 def unpack_batch(message: bytes) -> tuple[MediaBatch, dict[str, Any]]:
     """Decode the batch of a request, and its JSON; raises ValueError if it is no such message."""
+    tensors, request = open_message(message)
+    return batch_of(tensors, request), request
+
+
+def open_message(message: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the stored tensors and the JSON of a request, which fit each other.
+
+    Raises:
+        ValueError: It is no such message.
+    """
     try:
         size = int.from_bytes(message[:8], "little")
         request = json.loads(json.loads(message[8 : 8 + size])["__metadata__"]["request"])
         tensors = load(message)
         if request["version"] != VERSION:
-            raise ValueError(f"version {request['version']}; this side speaks {VERSION}")
-        references = [
-            [_unpack(tensors[f"reference.{i}.{j}"]) for j in range(count)]
-            for i, count in enumerate(request["references"])
-        ]
-        media = _unpack(tensors["media"])
-        batch = MediaBatch(
-            media,
-            request["prompts"],
-            request["metadata"],
-            request["fps"],
-            references,
-            request["groups"],
-        )
+            raise ValueError(f"version {request['version']!r}; this side speaks {VERSION}")
+        media = tensors["media"]
+        check_columns(request, len(media) if media.ndim else 0)
+        _check_tensors(tensors, request["references"])
     except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
-    if media.ndim != 5 or media.shape[2] != 3:
-        raise ValueError(f"media of shape {tuple(media.shape)}, expected (n, frames, 3, h, w)")
-    for name in ("prompts", "metadata", "fps", "references", "groups"):
-        if len(request[name]) not in ((len(media),) if name == "prompts" else (0, len(media))):
-            raise ValueError(f"{len(request[name])} {name} for {len(media)} samples")
-    return batch, request
+    return tensors, request
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> None:
+    """Raise ValueError unless these are media and their references, `counts` of each sample."""
+    if sum(counts) != len(tensors) - 1:
+        raise ValueError(f"{len(tensors) - 1} reference images, but {sum(counts)} declared")
+    wanted = {"media", *(f"reference.{i}.{j}" for i, n in enumerate(counts) for j in range(n))}
+    if wanted != set(tensors):
+        raise ValueError(f"tensors {sorted(set(tensors) ^ wanted)[:5]} do not fit the request")
+    for name, tensor in tensors.items():
+        axes = (5, 2, "(n, frames, 3, h, w)") if name == "media" else (3, 0, "(3, h, w)")
+        if tensor.ndim != axes[0] or tensor.shape[axes[1]] != 3:
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {axes[2]}")
+        if tensor.dtype not in (torch.uint8, torch.float32):
+            raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
+
+
+def batch_of(tensors: Mapping[str, Tensor], request: Mapping[str, Any]) -> MediaBatch:
+    """Return the batch of an opened message, with pixels in [0, 1]."""
+    references = [
+        [_unpack(tensors[f"reference.{i}.{j}"]) for j in range(count)]
+        for i, count in enumerate(request["references"])
+    ]
+    return MediaBatch(
+        _unpack(tensors["media"]),
+        request["prompts"],
+        request["metadata"],
+        request["fps"],
+        references,
+        request["groups"],
+    )
+
+
+def check_columns(request: Mapping[str, Any], count: int) -> None:
+    """Raise ValueError unless each column of a request has an entry of its kind per sample."""
+    if count < 1:
+        raise ValueError("a request needs at least one sample")
+    for name, (fits, kind) in _COLUMNS.items():
+        column = request.get(name, [])
+        if not isinstance(column, list) or not all(fits(entry) for entry in column):
+            raise ValueError(f"{name} must be a list of {kind}, got {_short(column)}")
+        if len(column) != count and (column or name == "prompts"):
+            raise ValueError(f"{len(column)} {name} for {count} samples")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _is_rate(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+_COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "prompts": (lambda entry: isinstance(entry, str), "texts"),
+    "metadata": (lambda entry: isinstance(entry, dict), "JSON objects"),
+    "fps": (_is_rate, "numbers above 0"),
+    "groups": (_is_count, "whole numbers from 0"),
+    "references": (_is_count, "whole numbers from 0"),
+}
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60}"
 
 
 def _safetensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[Piece]:

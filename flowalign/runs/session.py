@@ -81,6 +81,8 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     processes.barrier()
     costs, messages = Costs(), Messages(log)
     rewards = run.build_rewards(costs)
+    if processes.is_main:  # the others have no progress bar, and tell of long waits directly
+        rewards.log = messages
     rewards.load()
     run.policy.load(processes.device)
     ema = (run.ema.decay, run.ema.every) if run.ema else None

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from flowalign.rewards.composite import OnFailure, Rewards
+from flowalign.rewards.checked import OnFailure
+from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.types import ModelPlan, Policy
 

@@ -1,5 +1,6 @@
 """Show the progress of a run: a bar on a terminal, plain lines in a log file."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,6 +109,37 @@ class Messages:
             yield
         finally:
             self.show = self.log
+
+
+class Patience:
+    """Says what is waited for, after some seconds and again whenever that time has doubled.
+
+    Use it as a context manager around each wait. Waits of a length that was announced before are
+    not announced again.
+    """
+
+    def __init__(self, what: str, log: Callable[[str], None], seconds: float = 10.0):
+        self.what, self.log, self.seconds = what, log, seconds
+        self._over = threading.Event()
+
+    def __enter__(self) -> "Patience":
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(self._over,), daemon=True).start()
+        return self
+
+    def __exit__(self, *raised: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._over.set()
+
+    def _watch(self, over: threading.Event) -> None:
+        start = time.monotonic()
+        while not over.wait(start + self.seconds - time.monotonic()):
+            self.log(f"waiting for {self.what}, {self.seconds:g} seconds so far")
+            self.seconds *= 2
+
+
+def say(text: str) -> None:
+    """Print a line on the standard error output, exactly as given."""
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def table(

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from flowalign.cli import score as score_command
 from flowalign.curation.scoring import job as scoring
 from flowalign.utils.errors import ConfigError
-from tests.fixtures.scoring_rewards import picture
+from tests.fixtures.scoring_rewards import Brightness, picture
 
 pytestmark = pytest.mark.slow
 
@@ -205,3 +205,11 @@ def test_processes_one_of_which_is_killed_end_in_the_same_table(tmp_path):
     assert victim.wait() == -signal.SIGKILL
     subprocess.run(command(data, out, "--processes", "2"), cwd=ROOT, env=environment, check=True)
     assert (out / "scores.jsonl").read_bytes() == (tmp_path / "one/scores.jsonl").read_bytes()
+
+
+def test_a_shard_whose_model_is_wrong_says_so_in_its_last_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Brightness, "score", lambda self, batch: None)
+    words = [dataset(tmp_path, 3), "--rewards", REWARD, "--out", tmp_path / "out", "--shard", "0/1"]
+    assert score_command.main([str(word) for word in words]) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: reward 'brightness' (dimensions brightness, contrast) returned")

@@ -10,7 +10,7 @@ from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
-from flowalign.rewards.composite import RewardFailure
+from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings

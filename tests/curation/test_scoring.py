@@ -17,6 +17,7 @@ from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring.job import Job, RunningStats, Speed, TooManyFailed, finish, run
 from flowalign.curation.scoring.table import Parts, alone
 from flowalign.data.readers import open_dataset
+from flowalign.rewards.checked import RewardError
 from flowalign.types import RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
 from tests.fixtures.scoring_rewards import Brightness, Moving, Still, Wins, picture, video
@@ -324,3 +325,17 @@ def test_no_more_is_decoded_ahead_than_memory_allows(tmp_path, monkeypatch):
     monkeypatch.setattr(scoring, "_MEMORY", 1)
     whole(job(data, tmp_path / "out", Watching(), workers=1, batch_size=32))
     assert max(most) <= 8  # and 34 if it were not for the memory
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(KeyError("red"), "reward 'still' .*KeyError: 'red'"), (None, "'still' .*returned None")],
+)
+def test_a_model_that_is_wrong_ends_the_job_by_its_name(tmp_path, result, message):
+    class Wrong(Still):
+        def score(self, batch):
+            if result is not None:
+                raise result
+
+    with pytest.raises(RewardError, match=message):
+        whole(job(pairs(tmp_path, 4), tmp_path / "out", Wrong()))

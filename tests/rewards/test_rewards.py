@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from flowalign.credit.gain import Gain
 from flowalign.data.prompts import read_metadata
 from flowalign.functional.combine import Multipliers
+from flowalign.rewards.checked import RewardError
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import (
     LogSigmoidCentred,
@@ -122,7 +123,7 @@ def test_a_models_error_reaches_the_caller():
         def score(self, batch):
             raise ValueError("no")
 
-    with pytest.raises(ValueError, match="no"):
+    with pytest.raises(RewardError, match=r"redness.*ValueError: no "):
         Rewards([Broken()], {"redness": 1.0}).score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"]))
 
 

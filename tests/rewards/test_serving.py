@@ -9,18 +9,19 @@ import time
 import httpx
 import pytest
 import torch
-import uvicorn
 from PIL import Image
 from safetensors.torch import load
 from torch.testing import assert_close
 
 from flowalign.cli.serve import is_loopback, run, snippet
-from flowalign.rewards.http import application
+from flowalign.rewards.batching import Batcher
+from flowalign.rewards.checked import RewardError
+from flowalign.rewards.limits import Limits
 from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
-from flowalign.rewards.server import Batcher, Limits, Service
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.errors import ConfigError
 from reward_models.remote import RemoteReward
+from tests.fixtures.running import Running
 
 
 class Mean(RewardModel, Loadable):
@@ -43,28 +44,6 @@ class Mean(RewardModel, Loadable):
         values = torch.stack([level, torch.tensor([len(p) / 8 for p in batch.prompts])], 1)
         extras = [{"said": p} for p in batch.prompts]
         return RewardOutput.build(self.spec, values, failed, values / 2, extras)
-
-
-class Running:
-    """A uvicorn server in a thread, on a free port of the loopback."""
-
-    def __init__(self, *models, token=None, port=0, **limits):
-        self.service = Service(models, Limits(**limits), token)
-        config = uvicorn.Config(application(self.service), port=port, log_level="error")
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-
-    def __enter__(self):
-        self.thread.start()
-        while not self.server.started:
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        return self
-
-    def __exit__(self, *_):
-        self.server.should_exit = True
-        self.thread.join(20)
 
 
 def client(url, **options):
@@ -134,7 +113,7 @@ def test_requests_of_many_clients_share_batches_and_shapes_are_kept_apart():
         for thread in threads[1:]:
             thread.start()
         batcher = there.service.batchers["mean"]
-        while batcher.jobs.qsize() < 4:
+        while len(batcher.waiting) < 4:
             time.sleep(0.01)
         gate.set()
         for thread in threads:
@@ -161,17 +140,44 @@ def test_a_request_that_is_refused_does_not_take_others_of_its_batch_with_it():
     good, refused, last = (batcher.submit(b, later) for b in (batch_of(), bad, batch_of(2)))
     gate.set()
     assert all(future.result(20).valid.all() for future in (first, good, last))
-    with pytest.raises(ValueError, match="no dogs"):
+    with pytest.raises(RewardError, match="no dogs"):
         refused.result(20)
-    assert model.calls == [1, 8, 3, 3, 2]
+    assert model.calls == [1, 8, 3, 5, 3, 2]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_earliest_deadline_is_served_first_and_one_that_was_given_up_not_at_all():
+    gate = threading.Event()
+    model = Mean(before=lambda batch: gate.wait(60))
+    batcher, now = Batcher(model, Limits(max_wait_ms=0.0)), time.monotonic()
+    first = batcher.submit(batch_of(1), now + 60)
+    while not model.calls:
+        time.sleep(0.01)
+    sizes, seconds = (2, 3, 4, 5), (400, 200, 100, 300)  # of different shapes: no shared batches
+    futures = [
+        batcher.submit(batch_of(n, size=n), now + s) for n, s in zip(sizes, seconds, strict=True)
+    ]
+    futures[1].cancel()
+    assert len(batcher.waiting) == 3
+    gate.set()
+    for future in (first, *futures[:1], *futures[2:]):
+        assert future.result(60).valid.all()
+    assert model.calls == [1, 4, 5, 2]
+
+
+def test_a_job_whose_deadline_has_passed_is_not_scored():
+    model = Mean()
+    batcher = Batcher(model, Limits())
+    with pytest.raises(TimeoutError, match="its deadline passed"):
+        batcher.submit(batch_of(1), time.monotonic() - 1).result(60)
+    assert batcher.submit(batch_of(2), time.monotonic() + 60).result(60).valid.all()
+    assert model.calls == [2]
+
+
 def test_a_model_whose_loading_breaks_is_not_loading_for_ever():
     def broken():
         raise OSError("the disk is gone")
 
-    with Running(Mean(load=broken)) as there, pytest.raises(ValueError, match="has stopped"):
+    with Running(Mean(load=broken)) as there, pytest.raises(ValueError, match="the disk is gone"):
         client(there.url).load()
 
 
@@ -183,7 +189,7 @@ def test_batches_of_groupwise_models_are_not_mixed():
         for thread in threads:
             thread.start()
         batcher = there.service.batchers["mean"]
-        while not (model.calls and batcher.jobs.qsize() + len(batcher.waiting) >= 2):
+        while not (model.calls and len(batcher.waiting) >= 2):
             time.sleep(0.01)
         gate.set()
         for thread in threads:
@@ -241,20 +247,18 @@ def test_what_the_model_calls_wrong_is_raised_and_not_tried_again():
     assert calls == [1]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_defect_of_the_model_stops_it_and_leaves_no_client_waiting():
+def test_a_defect_of_the_model_is_the_answer_and_the_model_goes_on():
     def defect(batch):
-        raise KeyError("a mistake of its author")
+        if "b" in batch.prompts:
+            raise KeyError("a mistake of its author")
 
-    with Running(Mean(before=defect), Mean("other")) as there:
-        reward, start = client(there.url, model="mean", timeout=60.0), time.monotonic()
-        first, second = reward.score(batch_of()), reward.score(batch_of())
-        assert time.monotonic() - start < 20
-        assert "has stopped" in first.reasons[0]
-        assert "has stopped" in second.reasons[0]
-        assert client(there.url, model="other").score(batch_of()).valid.all()
-        with pytest.raises(ValueError, match="has failed"):
-            client(there.url, model="mean").load()
+    with Running(Mean(before=defect)) as there:
+        reward = client(there.url, timeout=60.0)
+        bad = reward.score(MediaBatch(batch_of(1).media, ["b"]))
+        assert not bad.valid.any()
+        assert "reward 'mean' (dimensions level, length) raised KeyError" in bad.reasons[0]
+        assert reward.score(batch_of()).valid.all()
+        client(there.url).load()
 
 
 def test_the_same_request_id_is_scored_once():

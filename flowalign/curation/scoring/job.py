@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from flowalign.curation.scoring.rows import Column, Item, assemble, prepare, sco
 from flowalign.curation.scoring.table import FIXED, Parts, Row, merge
 from flowalign.data.readers import Dataset
 from flowalign.data.records import Record
+from flowalign.rewards.checked import CheckedReward
 from flowalign.types import RewardModel
 from flowalign.utils.files import write_text
 
@@ -141,6 +142,7 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
     Raises:
         TooManyFailed: Too many rows failed so far; this is checked after every block.
     """
+    job = replace(job, models=[CheckedReward(model) for model in job.models])
     parts, stats = Parts(job.folder / "parts"), RunningStats()
     blocks: list[int] = []
 
@@ -288,8 +290,7 @@ class _Block:
         self._futures.append(self._scorer.submit(self._score, items, assemble(items)))
 
     def _score(self, items, batch) -> list[dict[str, Column]]:
-        start = time.perf_counter()
-        rows = score(self._job.models, items, batch)
+        start, rows = time.perf_counter(), score(self._job.models, items, batch)
         self._speed.in_model += time.perf_counter() - start
         self._speed.rows += len(rows)
         return rows

@@ -11,6 +11,7 @@ from torch import Tensor
 from flowalign.data.records import Record
 from flowalign.media.decode import Clip, MediaProblem, decode
 from flowalign.media.media import Media
+from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
 Column = str | int | float | bool | None
@@ -69,7 +70,7 @@ def assemble(items: Sequence[Item]) -> MediaBatch:
 def score(
     models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch
 ) -> list[dict[str, Column]]:
-    """Score items; returns a row for each, with the columns of all models."""
+    """Score items by checked models; returns a row for each, with the columns of all models."""
     rows: list[dict[str, Column]] = [{} for _ in items]
     reasons: list[list[str]] = [[] for _ in items]
     for model in models:
@@ -123,9 +124,13 @@ def _scored(model: RewardModel, batch: MediaBatch) -> list[tuple[dict[str, Colum
     """Return columns and reason of every sample; one that the model refuses fails alone."""
     try:
         output = model.score(batch)
-    except ValueError as error:
+    except RewardError as error:
+        refusal = error.__cause__
+        if not isinstance(refusal, ValueError):
+            raise
         if len(batch) == 1 or "groups" in model.spec.needs:
-            why = f"{model.spec.name} refused: {str(error).splitlines()[0] if str(error) else ''}"
+            first_line = (str(refusal).splitlines() or [""])[0]
+            why = f"{model.spec.name} refused: {first_line}"
             return [(_no_scores(model.spec), why)] * len(batch)
         return [one for part in batch.chunks(1) for one in _scored(model, part)]
     return [(_columns(model.spec, output, i), output.reasons.get(i, "")) for i in range(len(batch))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from flowalign.rewards.composite import OnFailure
+from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
 from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.references import FrozenBase

@@ -1,7 +1,7 @@
 """Make examples from the policy's own samples (online DPO): sample, score, pair, learn, repeat."""
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -118,6 +118,7 @@ class Rollouts(DataSource):
                 f"recipe.data.prompts_per_step is {self.prompts_per_step}, "
                 f"fewer than the {processes.world} processes"
             )
+        rewards = replace(rewards, on_failure=self.on_failed_reward)
         return RolloutStream(self, policy, rewards, seed, processes)
 
 

@@ -10,7 +10,8 @@ from flowalign.functional.advantage import Combine, Scale
 from flowalign.functional.completion import Completion
 from flowalign.functional.weight import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.rewards.composite import OnFailure, Rewards
+from flowalign.rewards.checked import OnFailure
+from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
 from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
 from flowalign.sampling.rollout import Sampling, empty_trajectory

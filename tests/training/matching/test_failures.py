@@ -10,7 +10,8 @@ from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.losses.matching.dpo import DPO
 from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.media.media import Media
-from flowalign.rewards.composite import RewardFailure, Rewards
+from flowalign.rewards.checked import RewardFailure
+from flowalign.rewards.composite import Rewards
 from flowalign.training.checks import WeightChecks
 from flowalign.training.ema import EMA
 from flowalign.training.matching.rollouts import Rollouts

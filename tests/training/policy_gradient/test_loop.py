@@ -17,7 +17,8 @@ from flowalign.losses.policy_gradient.surrogates import (
     RatioNorm,
     RewardClip,
 )
-from flowalign.rewards.composite import RewardFailure, Rewards
+from flowalign.rewards.checked import RewardFailure
+from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.ema import EMA

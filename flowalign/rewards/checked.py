@@ -1,0 +1,152 @@
+"""Call reward models, which users write, and check what they return: the border to their code."""
+
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.console import Patience, say
+
+OnFailure = Literal["raise", "drop_sample", "drop_group"]
+"""Reaction to a reward that could not be computed: end the run, drop what needs it, or drop its
+whole group."""
+
+
+class RewardFailure(RuntimeError):
+    """Signals a reward that could not be computed, in a run that stops in that case."""
+
+
+class RewardError(RewardFailure):
+    """Signals a reward model that raised an error, or returned something other than scores."""
+
+    def __init__(self, spec: RewardSpec, what: str):
+        dims = f"dimension{'s' * (len(spec.dims) > 1)} {', '.join(spec.dims)}"
+        super().__init__(f"reward {spec.name!r} ({dims}) {what}")
+
+
+class CheckedReward(RewardModel):
+    """Scores by another model, and vouches for the result; a call that takes long is announced.
+
+    An error of the model ends the run. Where failed rewards are dropped and the model has answered
+    before, the samples of the call failed instead, with the error as their reason. A result of the
+    wrong kind always ends the run, because no other batch would be better off.
+    """
+
+    def __init__(
+        self,
+        model: RewardModel,
+        on_failure: OnFailure = "raise",
+        log: Callable[[str], None] = say,
+    ):
+        self.model, self.spec, self.on_failure = model, model.spec, on_failure
+        self.patience = Patience(f"reward {model.spec.name!r}", log)
+        self.answered = False
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        """Score without gradients; raises RewardError for what the model did wrong."""
+        spec = self.model.spec
+        try:
+            with self.patience, torch.no_grad():
+                output = self.model.score(batch)
+        except Exception as error:
+            broken = RewardError(spec, f"raised {_described(error, self.model)}")
+            if self.on_failure == "raise" or not self.answered:
+                raise broken from error
+            nothing = torch.full((len(batch), len(spec.dims)), torch.nan)
+            return RewardOutput.build(spec, nothing, dict.fromkeys(range(len(batch)), str(broken)))
+        self.answered = True
+        return checked(spec, output, len(batch))
+
+
+def load(model: RewardModel) -> None:
+    """Load a model that has to be.
+
+    Raises:
+        ValueError, OSError: Its weights, files or server cannot be used, as it says.
+        RewardError: It raised anything else.
+    """
+    try:
+        if isinstance(model, Loadable):
+            model.load()
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        described = _described(error, model)
+        raise RewardError(model.spec, f"could not be loaded: {described}") from error
+
+
+def check_spec(model: RewardModel) -> None:
+    """Raise ValueError unless a model declares what it scores."""
+    spec, name = getattr(model, "spec", None), type(model).__name__
+    if not isinstance(spec, RewardSpec):
+        raise ValueError(f"reward {name} has the spec {spec!r}; its __init__ must set a RewardSpec")
+    if isinstance(spec.dims, str) or not spec.dims:
+        raise ValueError(
+            f"reward {spec.name!r} has the dims {spec.dims!r}; "
+            "they must be a tuple of at least one name, such as ('warmth',)"
+        )
+
+
+def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
+    """Return the scores of `count` samples as a model must give them.
+
+    A value that is not finite has failed, whatever the model said of it, and a failed one is NaN.
+
+    Raises:
+        RewardError: There is no such score for each sample and dimension.
+    """
+    if not isinstance(output, RewardOutput):
+        raise RewardError(
+            spec,
+            f"returned {_kind(output)} instead of a RewardOutput: "
+            "end score with `return RewardOutput.build(self.spec, values)`",
+        )
+    shape = (count, len(spec.dims))
+    columns = {"values": output.values, "valid": output.valid}
+    if output.uncertainty is not None:
+        columns["uncertainty"] = output.uncertainty
+    for name, column in columns.items():
+        if not isinstance(column, Tensor) or column.shape != shape or column.is_complex():
+            raise RewardError(spec, f"returned {name} of {_kind(column)}, expected shape {shape}")
+    if output.valid.dtype != torch.bool:
+        raise RewardError(spec, f"returned valid of {output.valid.dtype}, expected torch.bool")
+    if not isinstance(output.reasons, Mapping) or set(output.reasons) - set(range(count)):
+        raise RewardError(spec, f"returned reasons {output.reasons!r:.80}, not keyed by sample")
+    if len(output.extras) not in (0, count):
+        raise RewardError(spec, f"returned {len(output.extras)} extras for {count} samples")
+    return _honest(spec, output)
+
+
+def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
+    values, claimed = output.values.detach().float().cpu(), output.valid.cpu()
+    valid = claimed & values.isfinite()
+    reasons, spread = {i: str(why) for i, why in output.reasons.items()}, output.uncertainty
+    for i in (claimed & ~valid).any(1).nonzero()[:, 0].tolist():
+        dims = [spec.dims[r] for r in (claimed & ~valid)[i].nonzero()[:, 0].tolist()]
+        lie = f"{spec.name} returned a non-finite value for {', '.join(dims)}"
+        reasons[i] = f"{reasons[i]}; {lie}" if i in reasons else lie
+    if spread is not None:
+        spread = spread.detach().float().cpu().masked_fill(~valid, torch.nan)
+    return RewardOutput(
+        values.masked_fill(~valid, torch.nan), valid, reasons, spread, output.extras
+    )
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {str(value.dtype).removeprefix('torch.')} tensor of shape {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _described(error: Exception, model: RewardModel) -> str:
+    """Return type, message and place of an error: the last line of the model's own file in it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = vars(sys.modules[type(model).__module__]).get("__file__")
+    own = [frame for frame in frames if frame.filename == file]
+    place = (own or frames)[-1]
+    message = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {message:.300} ({place.filename}:{place.lineno})"

@@ -1,0 +1,242 @@
+"""Whatever a request says, it is refused with a reason, costs little, and disables nothing."""
+
+import argparse
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from flowalign.cli.serve import add_arguments, bound, run
+from flowalign.rewards.limits import Limits, Refused, Room
+from flowalign.types import MediaBatch
+from flowalign.utils.errors import ConfigError
+from reward_models.remote import RemoteReward
+from tests.fixtures.running import Running
+from tests.fixtures.served import (
+    JSON,
+    MALFORMED,
+    OVERSIZED,
+    Hostile,
+    Level,
+    binary_request,
+    json_request,
+    memory_mb,
+    png,
+    post,
+    serving,
+    well_behaved,
+)
+
+CONTENT = "application/x-flowalign"
+SMALL = {"max_picture_mp": 1.0, "max_request_mp": 2.0, "max_request_mb": 8.0, "max_held_mb": 64.0}
+
+
+@pytest.fixture(scope="module")
+def there():
+    with Running(Level(), **SMALL) as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_request_is_refused_with_a_reason_and_disables_nothing(there, name):
+    status, answer = post(there.url, *MALFORMED[name])
+    assert status == 400
+    assert 0 < len(json.loads(answer)["error"]) < 1000
+    assert there.service.health()["status"] == "ready"
+    assert post(there.url, JSON, json_request())[0] == 200
+    assert there.service.room.requests == there.service.room.size == 0
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("name", OVERSIZED)
+def test_pictures_are_refused_by_their_declared_size_before_they_are_decoded(
+    there, name, monkeypatch
+):
+    def decode(*_):
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr("flowalign.rewards.requests._decoded", decode)
+    monkeypatch.setattr("flowalign.rewards.requests.batch_of", decode)
+    status, answer = post(there.url, *OVERSIZED[name])
+    assert (status, "pixels" in answer or "MP" in answer) == (413, True)
+
+
+def test_the_largest_picture_that_is_allowed_is_scored(there):
+    status, answer = post(there.url, JSON, json_request(1, png(1000, 1000)))
+    assert (status, json.loads(answer)["values"]) == (200, [[0.0]])
+
+
+def test_an_unknown_model_is_not_found(there):
+    status, answer = post(there.url, CONTENT, binary_request(model="other"))
+    assert (status, "there are level" in answer) == (404, True)
+
+
+def test_a_request_that_the_model_trips_over_leaves_others_of_its_batch_alone(there):
+    poisoned = [i % 4 == 0 for i in range(16)]
+    bodies = [binary_request(metadata=[{"poison": 1} if bad else {}, {}]) for bad in poisoned]
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda body: post(there.url, CONTENT, body), bodies))
+    assert [status for status, _ in answers] == [500 if bad else 200 for bad in poisoned]
+    assert "raised KeyError: 'poison'" in answers[0][1]
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "sent"),
+    [(b"", b""), (b"", b"POST /sc"), (b"", b"POST /score HTTP/1.1\r\n"), (HEALTH, b"POST /sc")],
+)
+def test_a_connection_whose_request_never_comes_is_closed(before, sent):
+    with Running(Level(), read_timeout=0.1) as there:
+        connection = socket.create_connection(("127.0.0.1", there.port), 60)
+        if before:
+            connection.sendall(before)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(sent)
+        assert connection.recv(65536) == b""
+        connection.close()
+
+
+def test_a_request_that_stops_half_way_is_refused_and_let_go():
+    with Running(Level(), read_timeout=0.1) as there:
+        connection = socket.create_connection(("127.0.0.1", there.port), 60)
+        connection.sendall(b"POST /score HTTP/1.1\r\nhost: a\r\ncontent-length: 99\r\n\r\nabc")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"not received within 0.1 seconds" in answer
+        assert there.service.room.requests == there.service.room.size == 0
+
+
+def test_bodies_are_received_up_to_a_number_and_a_size():
+    limits = Limits(max_requests=2, max_request_mb=1.0, max_request_mp=0.1, max_held_mb=4.0)
+    room = Room(limits)
+    with room.hold() as first, room.hold() as second:
+        first.add(3 * 2**20)
+        with pytest.raises(Refused, match="fill 4 MB") as full:
+            second.add(2**20 + 1)
+        with pytest.raises(Refused, match="2 requests are waiting"), room.hold():
+            pass
+        assert full.value.status == 503
+    assert (room.requests, room.size) == (0, 0)
+
+
+def test_a_client_waits_for_room_as_the_server_says_and_loses_nothing(monkeypatch):
+    monkeypatch.setattr("flowalign.rewards.http.RETRY_AFTER_S", 0)
+    gate = threading.Event()
+
+    class Slow(Level):
+        def score(self, batch):
+            assert gate.wait(60)
+            return super().score(batch)
+
+    with Running(Slow(), max_requests=1) as there, ThreadPoolExecutor(3) as threads:
+        asked = [
+            threads.submit(well_behaved, there.url, i, iter((True, False)).__next__)
+            for i in range(3)
+        ]
+        busy, room = [], there.service.room
+        while not busy:
+            if room.requests:
+                connection = socket.create_connection(("127.0.0.1", there.port), 60)
+                connection.sendall(b"POST /score HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n")
+                busy = [connection.recv(65536)]
+                connection.close()
+            time.sleep(0.01)
+        gate.set()
+        assert [future.result(60)[1] for future in asked] == [[], [], []]
+    assert busy[0].startswith(b"HTTP/1.1 503")
+    assert b"retry-after: 0" in busy[0]
+
+
+def test_a_busy_server_is_no_failure_of_a_client_without_retries(monkeypatch):
+    monkeypatch.setattr("flowalign.rewards.http.RETRY_AFTER_S", 0)
+    with Running(Level(), max_requests=1) as there:
+        reward = RemoteReward(there.url, ["level"], retries=0, timeout=60.0)
+        reward.load()
+        there.service.room.requests = 1
+        threading.Timer(0.1, lambda: setattr(there.service.room, "requests", 0)).start()
+        assert reward.score(MediaBatch(torch.rand(1, 1, 3, 2, 2), ["a"])).valid.all()
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 99999999])
+def test_a_port_that_does_not_exist_is_refused_at_once(port):
+    with pytest.raises(ConfigError, match=rf"--port is {port}; it must be in 0\.\.65535"):
+        run(arguments("--port", str(port)))
+
+
+def test_a_port_in_use_is_said_in_one_line():
+    with bound("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot serve on 127.0.0.1, port {port}: ") as said:
+            run(arguments("--port", str(port)))
+    assert len(str(said.value).splitlines()) == 1
+
+
+def test_a_host_that_is_not_here_is_refused(monkeypatch):
+    monkeypatch.setenv("FLOWALIGN_REWARD_TOKEN", "secret")
+    with pytest.raises(ConfigError, match="--host 'no such host' is no address"):
+        run(arguments("--host", "no such host", "--port", "0"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_batch", "0"),
+        ("max_wait_ms", "-1"),
+        ("deadline", "nan"),
+        ("deadline", "0"),
+        ("read_timeout", "inf"),
+        ("max_request_mb", "-3"),
+        ("max_picture_mp", "0"),
+        ("max_request_mp", "nan"),
+        ("max_held_mb", "0"),
+        ("max_requests", "0"),
+    ],
+)
+def test_a_limit_that_lets_nothing_through_is_named(option, value):
+    with pytest.raises(ConfigError, match=f"{option} is .*; it must be a number"):
+        run(arguments(f"--{option}", value))
+
+
+def test_room_for_less_than_the_largest_request_is_refused():
+    with pytest.raises(ConfigError, match="max_held_mb is 100; the largest request needs 1400"):
+        run(arguments("--max_held_mb", "100"))
+
+
+def arguments(*words):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["reward_models.jpeg.JpegSize", *words])
+
+
+@pytest.mark.slow
+def test_sixty_four_clients_lose_nothing_among_hostile_ones(tmp_path):
+    """Memory may grow by what is held, and as much again for copies and the allocator."""
+    limits = [f"--{name}={value:g}" for name, value in SMALL.items()]
+    stopped, held = threading.Event(), SMALL["max_held_mb"]
+    with (
+        serving(tmp_path / "rewards.yaml", *limits, "--read_timeout=2") as (url, pid),
+        ThreadPoolExecutor(72) as threads,
+    ):
+        started_with, until = memory_mb(pid), time.monotonic() + 15
+        hostile = [Hostile(url, seed, stopped) for seed in range(8)]
+        attacks = [threads.submit(one.run) for one in hostile]
+        going_on = lambda: time.monotonic() < until  # noqa: E731
+        clients = [threads.submit(well_behaved, url, i, going_on, 0.05) for i in range(64)]
+        results = [client.result(120) for client in clients]
+        stopped.set()
+        for attack in attacks:
+            attack.result(120)
+        RemoteReward(url, ["level"]).load()  # it is ready, or this raises
+        grown = memory_mb(pid, "VmHWM") - started_with
+    assert [wrong for _, wrong in results if wrong] == []
+    assert all(seconds for seconds, _ in results)
+    assert [wrong for one in hostile for wrong in one.wrong] == []
+    assert sum((one.sent for one in hostile), Counter()).keys() >= {"half", "poisoned", "mutated"}
+    assert grown < 3 * held + 100
