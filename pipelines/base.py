@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
+from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.encoding import covering, digest
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.weights import (
     Lora,
-    load_adapter,
     load_pipeline,
     load_weights,
     prepare_training,
@@ -173,7 +173,7 @@ class DiffusersPolicy(Policy):
 
     def save_weights(self, folder: str) -> None:
         for part in self.parts:
-            save_weights(self.pipeline_class, part, self.pipe.components[part], folder)
+            save_weights(part, self.pipe.components[part], folder)
 
     def load_weights(self, folder: str) -> None:
         for part in self.parts:
@@ -184,10 +184,14 @@ class DiffusersPolicy(Policy):
         cond = self.encode((*self.probes, *self.probes)[:2])
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
-        with torch.no_grad():
+        trained = {part: self.pipe.components[part] for part in self.parts}
+        with torch.no_grad(), folded(trained.values()):
             expected = self.velocity(x, sigma, cond)
-            found = [_replayed(self, part, folder, x, sigma, cond) for part in self.parts]
-        return max(float((got - expected).abs().max()) for got in found)
+            found = [_replayed(self, part, folder, x, sigma, cond) for part in trained]
+        differences = [float((got - expected).abs().max()) for got in found]
+        if self.lora:
+            differences += [difference_of_copy(n, part, folder) for n, part in trained.items()]
+        return max(differences)
 
 
 def _replayed(
@@ -211,7 +215,7 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
-    load_adapter(pipe, part, folder)
+    load_into_pipeline(pipe, part, folder)
     denoiser = pipe.components[part]
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
