@@ -121,7 +121,7 @@ def folded(denoisers: Iterable[ModelMixin]) -> Iterator[None]:
 
     Velocities change by rounding, and not at all where alpha / rank is a power of two.
     """
-    layers = [
+    layers: list[tuple[LoraLayer, Any, float]] = [
         (layer, layer.lora_B["default"].weight, layer.scaling["default"])
         for denoiser in denoisers
         for layer in denoiser.modules()
