@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pipelines.adapter_files import is_adapted, load_adapter, save_adapter
+from pipelines.intact import check_complete, named_refusals
 from pipelines.tensors import existing, read_tensors, same_shapes
 
 _ONE_FILE = "10TB"
@@ -44,14 +45,15 @@ def load_pipeline(
 
     Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
     and norms, with transformers T5's last projections where the others are in float16. Given
-    `components` are left unchanged.
+    `components` are left unchanged. A part that cannot be loaded raises ValueError with its name.
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    with torch.random.fork_rng(devices=[]):  # some models draw weights before reading theirs
-        pipe = cls.from_pretrained(path, dtype=dtype, **components)
+    with torch.random.fork_rng(devices=[]), named_refusals(cls, path, components):
+        pipe = cls.from_pretrained(path, dtype=dtype, **components)  # some draw weights first
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
+            check_complete(path, name, part)
             if not _keeps_float32(part, dtype):
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
