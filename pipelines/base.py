@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
+from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.encoding import covering, digest
 from pipelines.folder import activations, config_of, scheduler_of, shifted
+from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
     Lora,
-    load_adapter,
     load_pipeline,
     load_weights,
     prepare_training,
@@ -86,17 +87,19 @@ class DiffusersPolicy(Policy):
         """Return the pipeline's schedule: num_steps + 1 values from the state of `noise` to 0."""
 
     def plan(self) -> ModelPlan:
+        self.check()
         transformer, vae, scheduler = (
             config_of(self.pipeline_class, self.path, part)
             for part in (self.part, "vae", "scheduler")
         )
-        scheduler = scheduler_of(shifted(scheduler, self.shift, self.path))
-        latent_shape = self.shape_of_latents(transformer, vae)
-        with torch.device("meta"):
-            denoiser = self.transformer_class.from_config(transformer)
-            total = sum(p.numel() for p in denoiser.parameters())
-            prepare_training(denoiser, self.lora)
-        tokens = self.num_tokens(latent_shape, transformer)
+        with named_gaps(self.path):
+            scheduler = scheduler_of(shifted(scheduler, self.shift, self.path))
+            latent_shape = self.shape_of_latents(transformer, vae)
+            with torch.device("meta"):
+                denoiser = self.transformer_class.from_config(transformer)
+                total = sum(p.numel() for p in denoiser.parameters())
+                prepare_training(denoiser, self.lora)
+            tokens = self.num_tokens(latent_shape, transformer)
         activated = activations(transformer, tokens, self.gradient_checkpointing)
         return ModelPlan(
             latent_shape=latent_shape,
@@ -107,7 +110,25 @@ class DiffusersPolicy(Policy):
             sigmas=partial(self.sigmas, scheduler),
         )
 
+    def check(self) -> None:
+        """Check settings and folder, reading configuration files alone.
+
+        Raises:
+            ValueError: the folder is not of this family or lacks a part, the model cannot produce
+                the requested size, or prompts have no tokens.
+        """
+        kind = self.transformer_class.__name__
+        check_folder(self.pipeline_class, self.path, self.part, kind, self.unused)
+        if self.max_sequence_length < 1:
+            raise ValueError(
+                f"max_sequence_length is {self.max_sequence_length}; it must be at least 1"
+            )
+        configs = (config_of(self.pipeline_class, self.path, part) for part in (self.part, "vae"))
+        with named_gaps(self.path):
+            self.shape_of_latents(*configs)
+
     def load(self, device: torch.device) -> None:
+        self.check()
         self.pipe = load_pipeline(
             self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
         )
@@ -117,6 +138,7 @@ class DiffusersPolicy(Policy):
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
                 part.to(device)
+        check_finite(self.path, self.pipe.components)
         for part in self.parts:
             prepare_training(self.pipe.components[part], self.lora)
             if self.gradient_checkpointing:
@@ -173,7 +195,7 @@ class DiffusersPolicy(Policy):
 
     def save_weights(self, folder: str) -> None:
         for part in self.parts:
-            save_weights(self.pipeline_class, part, self.pipe.components[part], folder)
+            save_weights(part, self.pipe.components[part], folder)
 
     def load_weights(self, folder: str) -> None:
         for part in self.parts:
@@ -184,10 +206,14 @@ class DiffusersPolicy(Policy):
         cond = self.encode((*self.probes, *self.probes)[:2])
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
-        with torch.no_grad():
+        trained = {part: self.pipe.components[part] for part in self.parts}
+        with torch.no_grad(), folded(trained.values()):
             expected = self.velocity(x, sigma, cond)
-            found = [_replayed(self, part, folder, x, sigma, cond) for part in self.parts]
-        return max(float((got - expected).abs().max()) for got in found)
+            found = [_replayed(self, part, folder, x, sigma, cond) for part in trained]
+        differences = [float((got - expected).abs().max()) for got in found]
+        if self.lora:
+            differences += [difference_of_copy(n, part, folder) for n, part in trained.items()]
+        return max(differences)
 
 
 def _replayed(
@@ -211,7 +237,7 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
-    load_adapter(pipe, part, folder)
+    load_into_pipeline(pipe, part, folder)
     denoiser = pipe.components[part]
     for parameter in denoiser.parameters():
         if parameter.requires_grad:

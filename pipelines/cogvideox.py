@@ -43,6 +43,8 @@ class CogVideoX(VideoPolicy):
     pipeline_class = CogVideoXPipeline
     transformer_class = CogVideoXTransformer3DModel
     joint_text = True
+    max_sequence_length = 226
+    """Length of prompts in tokens of the published models; the folder's network replaces it."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[s
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     file = Path(path) / part / name
     if file.is_file():
-        return json.loads(file.read_text())
+        return read_json(file)
     if Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {part}/{name} is missing")
     # Any class with the same `config_name` reads the file.
@@ -32,12 +32,27 @@ def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[s
         ) from error
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{file} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} is damaged: it holds no object, but {str(found)[:40]}")
+    return found
+
+
 def setting_of(pipeline: type[DiffusionPipeline], path: str, name: str) -> Any:
     """Return a value of `model_index.json`, or None where it has no such key."""
     file = Path(path) / "model_index.json"
     if not file.is_file() and Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {file.name} is missing")
-    config: Any = json.loads(file.read_text()) if file.is_file() else pipeline.load_config(path)
+    config: Any = read_json(file) if file.is_file() else pipeline.load_config(path)
     return config.get(name)
 
 

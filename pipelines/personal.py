@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from flowalign.types import (
@@ -25,7 +25,7 @@ from flowalign.utils.files import bundled
 from pipelines.base import DTYPES, Precision
 from pipelines.folder import config_of
 from pipelines.sd15 import SD15
-from pipelines.weights import existing, same_shapes
+from pipelines.tensors import existing, read_tensors, same_shapes
 
 FILE = "user_attention.safetensors"
 """File that `save_weights` writes: keys and values of the user attention, by layer of the UNet."""
@@ -115,7 +115,7 @@ class PersonalSD15(Policy, Personal):
 
     def load_weights(self, folder: str) -> None:
         file = existing(Path(folder) / FILE)
-        state = load_file(file)
+        state = read_tensors(file)
         same_shapes(state, _attention(self.denoiser), file)
         self.denoiser.load_state_dict(state, strict=False)
 
@@ -169,7 +169,7 @@ def embeddings(file: str) -> dict[str, Tensor]:
     Raises:
         ValueError: they do not all have one shape [tokens, dim].
     """
-    found = {user: e.float() for user, e in load_file(existing(Path(file))).items()}
+    found = {user: e.float() for user, e in read_tensors(existing(Path(file))).items()}
     shapes = {tuple(e.shape) for e in found.values()}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
         raise ValueError(

@@ -1,7 +1,5 @@
 """Prepares a denoiser for training, and saves its weights in the form that diffusers loads."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +9,15 @@ from diffusers import DiffusionPipeline
 from diffusers.models import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from peft import LoraConfig
-from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import safe_open
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from flowalign.types import PositiveInt
+from pipelines.adapter_files import is_adapted, load_adapter, save_adapter
+from pipelines.intact import check_complete, named_refusals
+from pipelines.tensors import existing, read_tensors, same_shapes
 
 _ONE_FILE = "10TB"
-LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,14 +46,15 @@ def load_pipeline(
 
     Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
     and norms, with transformers T5's last projections where the others are in float16. Given
-    `components` are left unchanged.
+    `components` are left unchanged. A part that cannot be loaded raises ValueError with its name.
     """
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    with torch.random.fork_rng(devices=[]):  # some models draw weights before reading theirs
-        pipe = cls.from_pretrained(path, dtype=dtype, **components)
+    with torch.random.fork_rng(devices=[]), named_refusals(cls, path, components):
+        pipe = cls.from_pretrained(path, dtype=dtype, **components)  # some draw weights first
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
+            check_complete(path, name, part)
             if not _keeps_float32(part, dtype):
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
@@ -91,91 +88,20 @@ def prepare_training(denoiser: ModelMixin, lora: Lora | None) -> None:
             parameter.data = parameter.data.float()
 
 
-def save_weights(
-    cls: type[DiffusionPipeline], part: str, denoiser: ModelMixin, folder: str
-) -> None:
-    """Save the adapter with its metadata (which holds alpha / rank), or the whole denoiser."""
-    if not is_adapted(denoiser):
+def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
+    """Save the adapter in the forms of diffusers, ComfyUI and PEFT, or the whole denoiser."""
+    if is_adapted(denoiser):
+        save_adapter(part, denoiser, folder)
+    else:
         denoiser.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
-        return
-    name, where = _adapter_place(part, folder)
-    adapter = {
-        f"{name}_lora_layers": get_peft_model_state_dict(denoiser),
-        f"{name}_lora_adapter_metadata": adapter_metadata(denoiser),
-    }
-    cls.save_lora_weights(where, **adapter)  # type: ignore[attr-defined]
 
 
 def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
     """Load what `save_weights` wrote; missing or unexpected tensors raise ValueError."""
     if is_adapted(denoiser):
-        name, where = _adapter_place(part, folder)
-        file = where / LORA_FILE
-        state = load_file(existing(file))
-        state = {k.removeprefix(f"{name}."): v for k, v in state.items()}
-        same_shapes(state, get_peft_model_state_dict(denoiser), file)
-        _same_alpha(name, denoiser, file)
-        set_peft_model_state_dict(denoiser, state)
+        load_adapter(part, denoiser, folder)
         return
     file = Path(folder) / part / "diffusion_pytorch_model.safetensors"
-    state = load_file(existing(file))
+    state = read_tensors(existing(file))
     same_shapes(state, denoiser.state_dict(), file)
     denoiser.load_state_dict(state)
-
-
-def load_adapter(pipe: Any, part: str, folder: str) -> None:
-    """Load a saved adapter the way a user of plain diffusers does."""
-    name, where = _adapter_place(part, folder)
-    second = {} if name == part else {f"load_into_{part}": True}
-    pipe.load_lora_weights(where, **second)
-
-
-def _adapter_place(part: str, folder: str) -> tuple[str, Path]:
-    """Return a part's name inside adapter files, and the folder that holds its file.
-
-    diffusers gives both networks of Wan 2.2 the same name, so the second has a folder of its own.
-    """
-    name = part.removesuffix("_2")
-    return name, Path(folder) if name == part else Path(folder) / part
-
-
-def is_adapted(denoiser: ModelMixin) -> bool:
-    """Return whether a LoRA adapter has been added."""
-    return bool(denoiser._hf_peft_config_loaded)
-
-
-def adapter_metadata(denoiser: ModelMixin) -> dict[str, Any]:
-    """Return the adapter's configuration with JSON-compatible values."""
-    metadata = denoiser.peft_config["default"].to_dict()
-    return json.loads(json.dumps(metadata, default=sorted))
-
-
-def existing(file: Path) -> Path:
-    """Return the file if it exists, otherwise raise ValueError."""
-    if not file.is_file():
-        raise ValueError(f"{file} does not exist: not a checkpoint of this kind of training")
-    return file
-
-
-def same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
-    """Raise ValueError unless both have the same names and shapes."""
-    wrong = got.keys() ^ wanted.keys()
-    wrong |= {k for k in got.keys() & wanted.keys() if got[k].shape != wanted[k].shape}
-    if wrong:
-        raise ValueError(
-            f"{file} belongs to another model or adapter: "
-            f"{len(wrong)} of {len(wanted)} tensors differ,\n"
-            f"for example {sorted(wrong)[0]}"
-        )
-
-
-def _same_alpha(part: str, denoiser: ModelMixin, file: Path) -> None:
-    """Raise ValueError where a saved adapter was trained with another alpha.
-
-    Tensors of equal shape do not tell how strongly they act; alpha is only in the metadata.
-    """
-    with safe_open(file, "pt") as opened:
-        saved = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    alpha = denoiser.peft_config["default"].lora_alpha
-    if (trained := saved.get(f"{part}.lora_alpha", alpha)) != alpha:
-        raise ValueError(f"{file} was trained with lora.alpha {trained}, not {alpha}")

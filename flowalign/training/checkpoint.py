@@ -3,8 +3,9 @@
 A resumed run continues bit for bit.
 
     step-000120/
-        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` takes, metadata included
-        ema/pytorch_lora_weights.safetensors
+        pytorch_lora_weights.safetensors   what `pipe.load_lora_weights` and ComfyUI take
+        adapter_model.safetensors          what PEFT takes, with adapter_config.json; exact
+        ema/                               the same files of the averaged weights
         state/training.safetensors         parameters, averages and optimizer moments in float32
         state/loop.json                    step, counters, costs
         config.yaml

@@ -27,6 +27,9 @@ pytestmark = pytest.mark.slow
 class TestCogVideoX(PolicyContract):
     """On the fixture `family`."""
 
+    # ComfyUI's own files have no names for these layers
+    test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
+
 
 def official_cogvideox(policy: CogVideoX, prompts, x, num_steps, output_type):
     """Latents of the pipeline have frames before channels."""

@@ -3,14 +3,19 @@
 import gc
 import weakref
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from diffusers import WanPipeline
+from peft import PeftModel
 
 from pipelines import base
+from pipelines.adapter_files import LORA_FILE
+from pipelines.wan import LORA
 from pipelines.wan22 import Experts, Wan22
 from pipelines.weights import Lora
+from tests.fixtures.comfyui import merge
 from tests.fixtures.embedded import move
 from tests.fixtures.families import Family, assert_one_time_per_row, noise, rows
 from tests.fixtures.policy_contract import WanContract
@@ -35,6 +40,10 @@ class TestWan22(WanContract):
 
     # they load one network by hand; below are those of two
     test_a_saved_adapter_gives_the_same_numbers_in_plain_diffusers = None
+    test_a_saved_adapter_gives_the_same_numbers_in_peft = None
+    test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
+    test_an_adapter_of_a_version_that_knew_only_diffusers_comes_back = None
+    test_a_file_of_an_adapter_that_was_copied_alone_loads_where_alpha_is_the_rank = None
     test_fully_trained_weights_load_in_plain_diffusers = None
 
 
@@ -120,8 +129,9 @@ def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
 def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
     folders, tmp_path, train, trained
 ):
-    """alpha / rank is 7 / 3: a file without its metadata would be loaded with a factor of 1."""
-    changes = {"lora": None} if trained == "all weights" else {}
+    """alpha / rank is 2: multiplied into the tensors, it changes no bit."""
+    lora = Lora(rank=3, alpha=6, target_modules=LORA.target_modules)
+    changes = {"lora": None if trained == "all weights" else lora}
     changes["experts"] = Experts(guidance_2=1.7, train=train)
     policy, other = new(folders, **changes), new(folders, **changes)
     move(policy)
@@ -181,6 +191,29 @@ def plain(folder, saved, sides, trained) -> WanPipeline:
     if "low" in sides:
         pipe.load_lora_weights(saved / "transformer_2", load_into_transformer_2=True)
     return pipe
+
+
+@pytest.mark.parametrize("reader", ["peft", "comfyui"])
+def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(folders, tmp_path, reader):
+    """alpha / rank is 7 / 3."""
+    policy = new(folders)
+    move(policy)
+    policy.save_weights(str(tmp_path))
+    x, sigma = noise(policy), torch.tensor([0.95, 0.5])
+    cond, pipe = policy.encode(PROMPTS), WanPipeline.from_pretrained(folders["14b"])
+    loaded: list[Any] = [pipe.transformer, pipe.transformer_2]
+    folders_of = [tmp_path, tmp_path / "transformer_2"]
+    if reader == "peft":
+        pairs = zip(loaded, folders_of, strict=True)
+        loaded = [PeftModel.from_pretrained(network, folder) for network, folder in pairs]
+    else:
+        for network, folder in zip(loaded, folders_of, strict=True):
+            merge(network, folder / LORA_FILE)
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, cond)
+        policy.denoiser.high, policy.denoiser.low = loaded
+        found = policy.velocity(x, sigma, cond)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_the_adapter_of_one_network_is_not_taken_for_that_of_the_other(folders, tmp_path):

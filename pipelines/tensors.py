@@ -1,0 +1,35 @@
+"""Reads tensors of safetensors files, and compares them with those of a network."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+
+def existing(file: Path) -> Path:
+    """Return the file if it exists, otherwise raise ValueError."""
+    if not file.is_file():
+        raise ValueError(f"{file} does not exist: not a checkpoint of this kind of training")
+    return file
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file; one that is cut short or no safetensors raises ValueError."""
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
+
+
+def same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: Path) -> None:
+    """Raise ValueError unless both have the same names and shapes."""
+    wrong = got.keys() ^ wanted.keys()
+    wrong |= {k for k in got.keys() & wanted.keys() if got[k].shape != wanted[k].shape}
+    if wrong:
+        raise ValueError(
+            f"{file} belongs to another model or adapter: "
+            f"{len(wrong)} of {len(wanted)} tensors differ,\n"
+            f"for example {sorted(wrong)[0]}"
+        )

@@ -1,0 +1,205 @@
+"""A folder that is damaged or of another family is refused in a few lines, by the part's name."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipelines.cogvideox import CogVideoX
+from pipelines.flux1 import Flux1
+from pipelines.hunyuan import HunyuanVideo
+from pipelines.ltx import LTX
+from pipelines.sd3 import SD3
+from pipelines.sd15 import SD15
+from pipelines.sdxl import SDXL
+from pipelines.wan import Wan
+from pipelines.wan22 import Wan22
+from pipelines.wan_i2v import WanI2V
+from tests.fixtures.families import TINY_SD3
+from tests.fixtures.tiny_flux import build_flux
+from tests.fixtures.tiny_unet import build_sd15, build_sdxl
+from tests.fixtures.tiny_video import build_wan, build_wan22, build_wan_i2v, tiny_video
+from tests.fixtures.tiny_video_others import build_cogvideox, build_hunyuan, build_ltx, of_clips
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family: how its folder is built, and a policy on it that is not loaded."""
+
+    build: Callable[[Path], Any]
+    policy: Callable[..., Any]
+    network: str = "transformer"
+    pictures: str | None = None
+    """A file of the folder that the policy is given beside it."""
+
+    def on(self, folder: Path, **changes: Any) -> Any:
+        given = {self.pictures.split(".")[0]: str(folder / self.pictures)} if self.pictures else {}
+        return self.policy(str(folder), **given, **changes)
+
+
+def _copy_sd3(folder: Path) -> None:
+    shutil.copytree(TINY_SD3["path"], folder)
+
+
+PLAIN: dict[str, Any] = {"lora": None, "precision": "fp32"}
+TOKENS = {"max_sequence_length": 24}
+SQUARE = {"height": 64, "width": 64}
+KINDS = {
+    "sd3": Kind(_copy_sd3, partial(SD3, **PLAIN, **TOKENS, **SQUARE)),
+    "flux1": Kind(build_flux, partial(Flux1, **PLAIN, **TOKENS, **SQUARE)),
+    "sd15": Kind(build_sd15, partial(SD15, **PLAIN, **SQUARE), "unet"),
+    "sdxl": Kind(build_sdxl, partial(SDXL, **PLAIN, **SQUARE), "unet"),
+    "wan": Kind(build_wan, partial(tiny_video, Wan, **PLAIN, **TOKENS)),
+    "wan22": Kind(build_wan22, partial(tiny_video, Wan22, **PLAIN, **TOKENS)),
+    "wan_i2v": Kind(build_wan_i2v, partial(tiny_video, WanI2V, **PLAIN), pictures="images.jsonl"),
+    "ltx": Kind(build_ltx, partial(of_clips, LTX, **PLAIN, **TOKENS)),
+    "hunyuan": Kind(build_hunyuan, partial(of_clips, HunyuanVideo, **PLAIN, **TOKENS)),
+    "cogvideox": Kind(build_cogvideox, partial(of_clips, CogVideoX, **PLAIN)),
+}
+FIXED_TOKENS = {"sd15", "sdxl", "cogvideox"}
+
+
+def _cut(file: Path) -> None:
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+
+
+def _weights(folder: Path) -> Path:
+    (file,) = folder.glob("*.safetensors")
+    return file
+
+
+def _edit(folder: Path, change: Callable[[dict[str, Any], str], None]) -> None:
+    """Change the first matrix of the weights."""
+    state = load_file(_weights(folder))
+    change(state, min(name for name, tensor in state.items() if tensor.ndim == 2))
+    save_file(state, _weights(folder), {"format": "pt"})
+
+
+def _shorten(state: dict[str, Any], name: str) -> None:
+    state[name] = state[name][:-1].contiguous()
+
+
+def _spoil(state: dict[str, Any], name: str) -> None:
+    state[name][0, 0] = float("nan")
+
+
+def _lose_a_shard(folder: Path) -> None:
+    """Leave the table of two shards and the first of them."""
+    file = _weights(folder)
+    names = sorted(load_file(file))
+    shards = [f"{file.stem}-0000{k}-of-00002.safetensors" for k in (1, 2)]
+    where = {name: shards[k % 2] for k, name in enumerate(names)}
+    table = {"metadata": {"total_size": file.stat().st_size}, "weight_map": where}
+    (folder / f"{file.name}.index.json").write_text(json.dumps(table))
+    kept = {n: t for n, t in load_file(file).items() if where[n] == shards[0]}
+    save_file(kept, folder / shards[0], {"format": "pt"})
+    file.unlink()
+
+
+def _empty(file: Path) -> None:
+    file.write_text("{}")
+
+
+DAMAGES: dict[str, tuple[str, str, Callable[[Path], None]]] = {
+    "no network": ("plan", "network", shutil.rmtree),
+    "no vae": ("plan", "vae", shutil.rmtree),
+    "no scheduler": ("plan", "scheduler", shutil.rmtree),
+    "no text encoder": ("plan", "text_encoder", shutil.rmtree),
+    "no tokenizer": ("plan", "tokenizer", shutil.rmtree),
+    "cut network config": ("plan", "network", lambda f: _cut(f / "config.json")),
+    "cut vae config": ("plan", "vae", lambda f: _cut(f / "config.json")),
+    "cut scheduler": ("plan", "scheduler", lambda f: _cut(f / "scheduler_config.json")),
+    "empty scheduler": ("plan", "scheduler", lambda f: _empty(f / "scheduler_config.json")),
+    "cut text encoder config": ("plan", "text_encoder", lambda f: _cut(f / "config.json")),
+    "cut tokenizer": ("load", "tokenizer", lambda f: _cut(f / "tokenizer.json")),
+    "cut network": ("load", "network", lambda f: _cut(_weights(f))),
+    "cut vae": ("load", "vae", lambda f: _cut(_weights(f))),
+    "cut text encoder": ("load", "text_encoder", lambda f: _cut(_weights(f))),
+    "no weights": ("load", "network", lambda f: _weights(f).unlink()),
+    "no shard": ("load", "network", _lose_a_shard),
+    "no shard of the text encoder": ("load", "text_encoder", _lose_a_shard),
+    "missing tensor": ("load", "network", lambda f: _edit(f, lambda s, n: s.pop(n))),
+    "wrong shape": ("load", "network", lambda f: _edit(f, _shorten)),
+    "wrong shape of the text encoder": ("load", "text_encoder", lambda f: _edit(f, _shorten)),
+    "NaN": ("load", "network", lambda f: _edit(f, _spoil)),
+    "NaN in the text encoder": ("load", "text_encoder", lambda f: _edit(f, _spoil)),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("whole")
+    for name, kind in KINDS.items():
+        kind.build(root / name)
+    return {name: root / name for name in KINDS}
+
+
+def refused(policy: Any, verb: str) -> str:
+    """What the policy says, which is short and names the folder."""
+    with pytest.raises(ValueError, match=re.escape(policy.path)) as caught:
+        policy.plan() if verb == "plan" else policy.load(torch.device("cpu"))
+    message = str(caught.value)
+    assert len(message.splitlines()) <= 5
+    assert len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_whole_folder_is_planned_and_loaded(folders, name):
+    policy = KINDS[name].on(folders[name])
+    assert policy.plan().parameters > 0
+    policy.load(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_part_is_refused_by_its_name(folders, tmp_path, name, damage):
+    verb, part, work = DAMAGES[damage]
+    kind = KINDS[name]
+    part = kind.network if part == "network" else part
+    folder = tmp_path / "damaged"
+    shutil.copytree(folders[name], folder)
+    work(folder / part)
+    verbs = ("plan", "load") if verb == "plan" else ("load",)
+    assert all(part in refused(kind.on(folder), v) for v in verbs)
+
+
+OTHERS = [(a, b) for a in KINDS for b in KINDS if a != b]
+
+
+@pytest.mark.parametrize(("name", "other"), OTHERS)
+def test_a_folder_of_another_family_is_refused(folders, name, other):
+    kind = replace(KINDS[name], pictures=None)
+    given = {"images": str(folders["wan_i2v"] / "images.jsonl")} if name == "wan_i2v" else {}
+    for verb in ("plan", "load"):
+        refused(kind.on(folders[other], **given), verb)
+
+
+@pytest.mark.parametrize("name", sorted(KINDS.keys() - FIXED_TOKENS))
+@pytest.mark.parametrize("tokens", [0, -3])
+def test_prompts_of_no_tokens_are_refused(folders, name, tokens):
+    policy = KINDS[name].on(folders[name])
+    policy.max_sequence_length = tokens
+    for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
+        with pytest.raises(ValueError, match=f"max_sequence_length is {tokens}; .*at least 1"):
+            work()
+
+
+def test_a_folder_without_an_index_is_refused(tmp_path):
+    assert "model_index.json is missing" in refused(KINDS["sd3"].on(tmp_path), "plan")
+
+
+def test_a_folder_whose_index_is_damaged_is_refused(tmp_path):
+    (tmp_path / "model_index.json").write_text('{"transformer": [')
+    assert "model_index.json is damaged" in refused(KINDS["sd3"].on(tmp_path), "load")
