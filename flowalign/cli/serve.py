@@ -4,6 +4,8 @@ import argparse
 import ipaddress
 import os
 
+from flowalign.cli.ranges import number, whole
+
 HELP = "Serve reward models to other processes and machines."
 LOOPBACK = ("localhost", "::1")
 
@@ -12,13 +14,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `flowalign serve-reward`."""
     parser.add_argument("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
-    parser.add_argument("--port", type=int, default=8411)
-    parser.add_argument("--max_batch", type=int, default=64, help="samples per call of a model")
+    parser.add_argument("--port", type=whole(1, 65535), default=8411, help="default: 8411")
     parser.add_argument(
-        "--max_wait_ms", type=float, default=3.0, help="wait of a request for others in its batch"
+        "--max_batch", type=whole(1), default=64, help="samples per call of a model"
     )
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds per request, at most")
-    parser.add_argument("--max_request_mb", type=float, default=256.0)
+    parser.add_argument(
+        "--max_wait_ms",
+        type=number(0.0),
+        default=3.0,
+        help="wait of a request for others in its batch",
+    )
+    parser.add_argument(
+        "--deadline", type=number(0.001), default=60.0, help="seconds per request, at most"
+    )
+    parser.add_argument("--max_request_mb", type=number(0.001), default=256.0)
     parser.add_argument(
         "--token_env",
         default="FLOWALIGN_REWARD_TOKEN",

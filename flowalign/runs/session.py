@@ -77,7 +77,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     processes = join(run.device)
     folder = Path(run.output_dir)
     if resume is None:
-        _refuse_begun(folder, run.recipe)
+        refuse_begun(folder, run.recipe)
     processes.barrier()
     costs, messages = Costs(), Messages(log)
     rewards = run.build_rewards(costs)
@@ -162,7 +162,8 @@ def is_opening(folder: Path, recipe: Recipe) -> bool:
     return begun and not trained
 
 
-def _refuse_begun(folder: Path, recipe: Recipe) -> None:
+def refuse_begun(folder: Path, recipe: Recipe) -> None:
+    """Raise ValueError if a folder holds a run that did not just begin to open."""
     begun = folder.exists() and any(folder.iterdir())
     if begun and not is_opening(folder, recipe):
         raise ValueError(
