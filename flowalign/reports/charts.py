@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
+
+from flowalign.utils.strict_yaml import read_yaml
 
 Series = dict[int, float]
 """Value by step; NaN where it was measured but not finite."""
@@ -66,7 +67,7 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
 
 def weights_in(config: Path) -> dict[str, float] | None:
     """Read the weights of the reward dimensions from a run file."""
-    content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None
+    content = read_yaml(config) if config.exists() else None
     return content.get("reward_weights") if isinstance(content, dict) else None
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from flowalign.distributed.processes import Processes, join
 from flowalign.reports.run_report import write_report
@@ -24,6 +23,7 @@ from flowalign.utils.console import Messages, Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_on_ctrl_c
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.tracking import FILE, Tracker
 
 
@@ -151,7 +151,7 @@ def train(session: Session) -> dict[str, Any]:
 
 def _write_config(path: Path, config: str) -> None:
     """Write the settings; equal ones that are there keep their comments about origins."""
-    if not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(config):
+    if not path.is_file() or read_yaml(path) != parse_yaml(config):
         write_text(path, config)
 
 

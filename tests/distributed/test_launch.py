@@ -122,14 +122,14 @@ def test_a_third_ctrl_c_ends_processes_that_ignore_it(tmp_path):
 def test_more_processes_than_cores_are_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     processes.check_fits(4, "cpu")
-    with pytest.raises(ValueError, match="^--processes is 5, but this machine has 4 CPU cores; "):
+    with pytest.raises(ValueError, match=r"^--processes is 5, but this machine has 4 CPU cores; "):
         processes.check_fits(5, "cpu")
 
 
 def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match="^--processes is 2, but this machine has 1 GPU; "):
+    with pytest.raises(ValueError, match=r"^--processes is 2, but this machine has 1 GPU; "):
         processes.check_fits(2, "auto")
 
 
