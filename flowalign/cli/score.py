@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HELP = "Score a dataset, or a folder of media."
 EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES, _THREADS = 5.0, min(8, os.cpu_count() or 1)
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
     "rewards",
@@ -50,8 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--root", metavar="FOLDER", help="where relative paths begin; default: beside the data")
     add("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
     add("--batch_size", type=whole(1), default=32, help="media per batch, default 32")
-    threads = min(8, os.cpu_count() or 1)
-    add("--workers", type=whole(1, 256), default=threads, help="threads that decode")
+    add("--workers", type=whole(1, 256), default=_THREADS, help="threads that decode")
     add("--limit", type=whole(1), help="number of records, from the first one; default: all")
     add("--max_frames", type=whole(1), help="evenly spaced frames of a video; default: all")
     add("--max_failed_fraction", type=float, default=0.05, help="share of rows, default 0.05")
@@ -162,8 +161,14 @@ def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
 def _run_several(args: argparse.Namespace) -> int:
     """Run this command once per shard, side by side, and then merge the table."""
     from flowalign.curation.scoring.table import Parts
+    from flowalign.data.readers import open_dataset
+    from flowalign.distributed.processes import check_fits
+    from flowalign.rewards.config import load_rewards
     from flowalign.utils.subprocesses import Job, run_all
 
+    check_fits(args.processes, "cpu")  # they may share a GPU, but no core
+    open_dataset(args.data, args.schema, args.root)  # a mistake is told once, before any starts
+    load_rewards(args.rewards)
     log = Console().print
     folder = Path(args.out)
     jobs = [
@@ -173,7 +178,7 @@ def _run_several(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
     if failed:
-        return _failed("\n".join(_last_line(job.log) for job in failed))
+        return _failed(f"{_last_line(failed[0].log)}\n{len(failed)} of {len(jobs)} shards failed")
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
     return _finish(args, Parts(folder / "parts").blocks(), seconds)
 
