@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from pipelines.folder import config_of, setting_of
+from pipelines.folder import config_of, file_in, setting_of
 
 _ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
 
@@ -44,7 +44,7 @@ def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
         library, kind = setting_of(cls, path, name) or ("", "")
         if library != "transformers":
             continue
-        config = AutoConfig.from_pretrained(path, subfolder=name)
+        config = AutoConfig.from_pretrained(file_in(path, "config.json", name).parent)
         with torch.device("meta"):
             encoder = getattr(transformers, kind)(config)
         total += sum(p.numel() for p in encoder.parameters())

@@ -1,12 +1,15 @@
 """Reads the configuration files of a pipeline folder, before any weights are read."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import diffusers
-from diffusers import AutoencoderKL, DDIMScheduler, DiffusionPipeline
+from diffusers import DiffusionPipeline
+
+from flowalign.utils.hub import file_of
 
 
 def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[str, Any]:
@@ -21,15 +24,21 @@ def config_of(pipeline: type[DiffusionPipeline], path: str, part: str) -> dict[s
         return read_json(file)
     if Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {part}/{name} is missing")
-    # Any class with the same `config_name` reads the file.
-    kind: Any = DDIMScheduler if part == "scheduler" else AutoencoderKL
-    try:
-        return dict(kind.load_config(path, subfolder=part))
-    except OSError as error:
-        raise ValueError(
-            f"policy.path {path!r} is neither a folder nor a model that the hub gives: "
-            + str(error).splitlines()[0]
-        ) from error
+    return read_json(file_in(path, name, part))
+
+
+def file_in(path: str, name: str, part: str | None = None) -> Path:
+    """Return a file of a pipeline's folder, or a copy of it from the hub.
+
+    Raises:
+        ValueError: `path` is neither a folder with this file nor a model on the hub.
+    """
+    file = Path(path, part or "", name)
+    if file.is_file():
+        return file
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        raise ValueError(f"policy.path {path!r} is neither a folder nor the id of a model")
+    return file_of(path, name, part)
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -52,8 +61,7 @@ def setting_of(pipeline: type[DiffusionPipeline], path: str, name: str) -> Any:
     file = Path(path) / "model_index.json"
     if not file.is_file() and Path(path).exists():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {file.name} is missing")
-    config: Any = read_json(file) if file.is_file() else pipeline.load_config(path)
-    return config.get(name)
+    return read_json(file_in(path, file.name)).get(name)
 
 
 def scheduler_of(config: Mapping[str, Any]) -> Any:

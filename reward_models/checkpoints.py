@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from flowalign.utils.files import bundled
+from flowalign.utils.hub import file_of, why_not
 
 Renames = Sequence[tuple[str, str]]
 """Regular expressions and their replacements, applied to every key in this order."""
@@ -38,10 +38,7 @@ def find_file(source: str, name: str | None = None) -> Path:
         raise ValueError(
             f"{source}: no such file" + (f", nor a folder with {name}" if name else "")
         )
-    try:
-        return Path(hf_hub_download(source, name))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{source} is no local path, and the hub does not give {name}") from error
+    return file_of(source, name)
 
 
 def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
@@ -59,8 +56,8 @@ def find_folder(source: str, only: Sequence[str] | None = None) -> Path:
         raise ValueError(f"{source}: no such folder")
     try:
         return Path(snapshot_download(source, allow_patterns=list(only) if only else None))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"{source} is no local folder, and the hub does not give it") from error
+    except OSError as error:
+        raise ValueError(why_not(source, "all of it", error)) from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import argparse
 import json
 
 from flowalign.cli.messages import add_config, settings_of
+from flowalign.cli.ranges import whole
 
 HELP = "Time the stages of a step against the bare network evaluations."
 
@@ -11,7 +12,7 @@ HELP = "Time the stages of a step against the bare network evaluations."
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run files, the number of repeats, and the choice of what to time."""
     add_config(parser)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=whole(1), default=3, help="default: 3")
     parser.add_argument(
         "--values",
         action="store_true",

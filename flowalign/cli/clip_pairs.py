@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from flowalign.cli.messages import add_config_file
+from flowalign.cli.ranges import shard
 from flowalign.utils.console import Progress, table
 from flowalign.utils.errors import ConfigError
 
@@ -27,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard",
         metavar="i/n",
-        default="0/1",
+        type=shard,
+        default=(0, 1),
         help="be the i-th of n processes, from 0; whoever comes last writes the lists",
     )
 
@@ -44,14 +46,14 @@ def run(args: argparse.Namespace) -> int:
     log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         cfg, text = load(args.config, args.overrides)
-        outcome = finish(cfg, _make(cfg, text, _shard(args.shard)))
+        outcome = finish(cfg, _make(cfg, text, args.shard))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except KeyboardInterrupt:
         log("stopped; the same command goes on from here")
         return EXIT_STOPPED
     if outcome is None:
-        log(f"shard {args.shard} is done, others are not")
+        log(f"shard {args.shard[0]}/{args.shard[1]} is done, others are not")
         return 0
     return _print_summary(cfg, outcome)
 
@@ -90,10 +92,3 @@ def _print_summary(cfg: "ClipPairs", outcome: "Outcome") -> int:
     lines = [head + f"{cfg.max_dropped_fraction:g}", *report.lines()[:_LISTED]]
     sys.stderr.write("error: " + "\n".join(line[:300] for line in lines) + "\n")
     return EXIT_FAILED
-
-
-def _shard(text: str) -> tuple[int, int]:
-    i, _, n = text.partition("/")
-    if not (i.isdigit() and n.isdigit() and int(i) < int(n)):
-        raise ValueError(f"--shard {text!r} is not i/n with 0 <= i < n")
-    return int(i), int(n)

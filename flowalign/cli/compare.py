@@ -1,9 +1,11 @@
 """Train several run files with several seeds, and compare: `flowalign compare`."""
 
 import argparse
+import os
 from pathlib import Path
 
 from flowalign.cli.messages import UsageError, complain, printer
+from flowalign.cli.ranges import SEED, whole
 
 HELP = "Train several run files with several seeds, and compare."
 
@@ -20,9 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base", nargs="+", default=[], metavar="CONFIG", help="run files before those of each"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
+    parser.add_argument(
+        "--seeds", type=whole(*SEED), nargs="+", default=[0, 1, 2], help="default: 0 1 2"
+    )
     parser.add_argument("--out", default="runs/compare", help="default: runs/compare")
-    parser.add_argument("--jobs", type=int, help="runs at once; default: as the cores allow")
+    parser.add_argument(
+        "--jobs",
+        type=whole(1, os.cpu_count() or 1),
+        help="runs at once, no more than cores; default: as the cores allow",
+    )
     parser.add_argument("--metric", help="held-out dimension; default: strict, or the only one")
 
 

@@ -4,7 +4,13 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from flowalign.cli.messages import UsageError, add_config, add_processes, settings_of
+from flowalign.cli.messages import (
+    UsageError,
+    add_config,
+    add_processes,
+    settings_of,
+    starts_others,
+)
 
 if TYPE_CHECKING:
     from flowalign.rewards.composite import Rewards
@@ -33,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
+    if starts_others(args.processes):
+        _start_others(len(run_file.evaluation.items()), run_file.device, args)
     processes = join(run_file.device)
     rewards = run_file.build_rewards()
     _load(run_file, args.weights, rewards)
@@ -41,6 +49,22 @@ def run(args: argparse.Namespace) -> int:
         table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
         print(json.dumps(metrics))  # noqa: T201
     return 0
+
+
+def _start_others(prompts: int, device: str, args: argparse.Namespace) -> None:
+    from flowalign.distributed.launch import relaunch
+    from flowalign.distributed.processes import check_fits
+
+    try:
+        check_fits(args.processes, device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if prompts < args.processes:
+        raise UsageError(
+            f"--processes is {args.processes}, but evaluation has {prompts} samples; "
+            f"give at most {prompts}"
+        )
+    relaunch(args.processes, args.words)
 
 
 def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:

@@ -1,7 +1,6 @@
 """Run the command line: each verb is a module of this package; help imports nothing heavy."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -26,6 +25,9 @@ from flowalign.cli import (
     view,
 )
 from flowalign.cli.messages import UsageError, complain, quiet_libraries
+from flowalign.cli.ranges import Parser
+from flowalign.distributed.failures import leave_crashes
+from flowalign.utils.lifeline import end_with_starter
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes
@@ -69,8 +71,6 @@ TAKES_OVERRIDES = (
     "clip-pairs",
 )
 """Verbs that accept `--a.b VALUE` for settings of their run file."""
-SPREADS = ("train", "eval")
-"""Verbs whose --processes are started by torchrun before anything else."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,23 +78,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
     """
+    end_with_starter()
+    leave_crashes()
     args, rest = build_parser().parse_known_args(argv)
     verb = " ".join([args.verb, *([args.action] if args.verb == "reward" else [])])
     if rest and verb not in TAKES_OVERRIDES:
         build_parser().error(f"{verb} does not understand {' '.join(rest)}")
-    args.overrides = rest
-    args.command = shlex.join(["flowalign", *(argv if argv is not None else sys.argv[1:])])
-    processes = getattr(args, "processes", None) or 1
-    if processes > 1 and args.verb in SPREADS and "RANK" not in os.environ:
-        from flowalign.distributed.launch import relaunch
-
-        relaunch(processes, argv if argv is not None else sys.argv[1:])
+    args.overrides, args.words = rest, list(sys.argv[1:] if argv is None else argv)
+    args.command = shlex.join(["flowalign", *args.words])
     sys.exit(run(args))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all verbs; other `--a.b value` options override the run file."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flowalign",
         epilog=EXAMPLES,
         allow_abbrev=False,

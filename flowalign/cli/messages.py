@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+from flowalign.cli.ranges import whole
+from flowalign.distributed.failures import leave
+
 MAX_LINES = 5
 """Largest number of lines of an error message."""
 
@@ -22,6 +25,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
@@ -49,9 +53,17 @@ def settings_of(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Add the number of processes that share the work."""
-    parser.add_argument(
-        "--processes", type=int, default=1, help="processes on this machine (torchrun)"
-    )
+    parser.add_argument("--processes", type=whole(1), default=1, help="processes on this machine")
+
+
+def starts_others(processes: int) -> bool:
+    """Tell whether this process starts several, rather than being one of them or alone."""
+    if "RANK" not in os.environ:
+        return processes > 1
+    started = os.environ.get("WORLD_SIZE", "1")
+    if str(processes) not in ("1", started):
+        raise UsageError(f"--processes is {processes}, but torchrun has started {started}")
+    return False
 
 
 def printer() -> Callable[[str], None]:
@@ -61,10 +73,10 @@ def printer() -> Callable[[str], None]:
 
 
 def complain(error: BaseException, code: int) -> int:
-    """Print an error in at most five lines, and return the exit code."""
-    lines = str(error).splitlines()[:MAX_LINES]
-    if os.environ.get("RANK", "0") == "0":
+    """Print an error in at most five lines, or leave it to the launcher; return the exit code."""
+    text = "\n".join(str(error).splitlines()[:MAX_LINES])
+    if not leave(code, f"flowalign: {text}\n"):
         Console(stderr=True, soft_wrap=True, highlight=False).print(
-            "[bold red]flowalign:[/] " + "\n".join(lines).replace("[", r"\[")
+            "[bold red]flowalign:[/] " + text.replace("[", r"\[")
         )
     return code

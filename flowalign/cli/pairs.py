@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flowalign.cli.ranges import SEED, whole
 from flowalign.utils.console import table as print_table
 
 if TYPE_CHECKING:
@@ -42,16 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--min_gap", type=float, default=0.0, help="in the total, or the dimension; default 0")
     add("--tolerance", type=float, help="dominance: how much worse still counts as no worse")
-    add("--max_per_prompt", type=int, help="largest number of pairs; the widest gaps are kept")
+    add("--max_per_prompt", type=whole(1), help="at most so many pairs; the widest gaps are kept")
     add("--by", choices=("prompt", "record"), default="prompt", help="group that is compared")
-    add("--stages", type=int, help="stages of a curriculum, wide gaps first, in column `stage`")
+    add("--stages", type=whole(2), help="stages of a curriculum, wide gaps first: column `stage`")
     add(
         "--stages_by",
         choices=("score", "rank"),
         help="equal ranges of gaps (default), or equally many pairs",
     )
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
-    add("--seed", type=int, default=0, help="seed of the choice of held-out prompts")
+    add("--seed", type=whole(*SEED), default=0, help="seed of the choice of held-out prompts")
     add(
         "--root",
         default="",
@@ -91,8 +92,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.stages is not None and args.stages < 2:
-        raise ValueError(f"--stages is {args.stages}; a curriculum has at least 2")
     if args.stages_by and not args.stages:
         raise ValueError("--stages_by needs --stages")
     if not 0 <= args.held_out < 1:

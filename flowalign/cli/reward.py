@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flowalign.cli.ranges import SEED, whole
+from flowalign.utils.lifeline import tied
+
 HELP = "Train a reward model, or measure how it agrees with people."
 
 
@@ -70,14 +73,21 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", metavar="FOLDER", help="for eval.json and eval.html; default: beside the table")
     add("--scores", nargs="+", metavar="DIM", help="scored dimensions; default: all")
     add("--humans", nargs="+", metavar="COLUMN", help="such as rank/overall; default: all")
-    add("--bootstrap", type=int, default=500, help="resamples of prompts, default 500; 0: none")
-    add("--bins", type=int, default=10, help="bins of the calibration curve, default 10")
-    add("--seed", type=int, default=0, help="seed of the folds and the resamples, default 0")
+    add(
+        "--bootstrap", type=whole(0), default=500, help="resamples of prompts; default 500, 0: none"
+    )
+    add("--bins", type=whole(1), default=10, help="bins of the calibration curve, default 10")
+    add(
+        "--seed",
+        type=whole(*SEED),
+        default=0,
+        help="seed of folds and resamples, default 0",
+    )
     direct = parser.add_argument_group("to score a dataset first, into --out")
     direct.add_argument("--rewards", help="YAML file with a list `rewards:`, or one dotted path")
     direct.add_argument("--schema", help="default: by the columns")
     direct.add_argument("--root", metavar="FOLDER", help="where relative paths begin")
-    direct.add_argument("--limit", type=int, help="number of records, from the first one")
+    direct.add_argument("--limit", type=whole(1), help="number of records, from the first one")
 
 
 def run_eval(args: argparse.Namespace) -> int:
@@ -113,7 +123,7 @@ def _score_first(args: argparse.Namespace) -> int:
     ]
     command = [sys.executable, "-m", "flowalign.cli.score", args.data]
     command += ["--rewards", args.rewards, "--out", args.out, *passed]
-    code = subprocess.run(command, check=False).returncode
+    code = subprocess.run(command, check=False, **tied()).returncode
     args.data = args.out
     return code
 

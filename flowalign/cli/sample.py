@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from flowalign.cli.messages import add_config, settings_of
+from flowalign.cli.ranges import SEED, whole
 from flowalign.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " default: samples.png, with --prompts a folder samples; a grid of clips is a film strip "
         "as PNG, and moves as .webp, .gif, .mp4 or .webm",
     )
-    add("--count", type=int, default=4, help="pictures or clips per prompt, default 4")
-    add("--limit", type=int, help="number of prompts, from the first one; default: all")
-    add("--num_steps", type=int, help="default: as the run file evaluates, or trains")
-    add("--seed", type=int, help="default: the run file's")
+    add("--count", type=whole(1), default=4, help="pictures or clips per prompt, default 4")
+    add("--limit", type=whole(1), help="number of prompts, from the first one; default: all")
+    add("--num_steps", type=whole(1), help="default: as the run file evaluates, or trains")
+    add("--seed", type=whole(*SEED), help="default: the run file's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,10 +70,6 @@ def _request(args: argparse.Namespace) -> "Request":
     from flowalign.runs.config import load
     from flowalign.runs.sample import Request, hash_weights, usual_sampler
 
-    for name in ("count", "limit", "num_steps"):
-        value = vars(args)[name]
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; it must be at least 1")
     run_file, text = load(*settings_of(args))
     prompts = args.prompt or read_prompts(args.prompts)
     num_steps, micro_batch = usual_sampler(run_file)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from flowalign.cli.ranges import Parser, shard, whole
 from flowalign.utils.console import table
+from flowalign.utils.lifeline import end_with_starter
 from flowalign.utils.manifest import agree, compare
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 HELP = "Score a dataset, or a folder of media."
 EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
-_SECONDS_BETWEEN_LINES = 5.0
+_SECONDS_BETWEEN_LINES, _THREADS = 5.0, min(8, os.cpu_count() or 1)
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
     "rewards",
@@ -47,16 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--schema", default="auto", help="default: detected by the columns")
     add("--root", metavar="FOLDER", help="where relative paths begin; default: beside the data")
     add("--format", choices=("parquet", "jsonl"), default="parquet", help="default: parquet")
-    add("--batch_size", type=int, default=32, help="media per batch, default 32")
-    add("--workers", type=int, default=min(8, os.cpu_count() or 1), help="threads that decode")
-    add("--limit", type=int, help="number of records, from the first one; default: all")
-    add("--max_frames", type=int, help="evenly spaced frames of a video; default: all")
+    add("--batch_size", type=whole(1), default=32, help="media per batch, default 32")
+    add("--workers", type=whole(1, 256), default=_THREADS, help="threads that decode")
+    add("--limit", type=whole(1), help="number of records, from the first one; default: all")
+    add("--max_frames", type=whole(1), help="evenly spaced frames of a video; default: all")
     add("--max_failed_fraction", type=float, default=0.05, help="share of rows, default 0.05")
     several = parser.add_mutually_exclusive_group()
-    several.add_argument("--processes", type=int, default=1, help="processes on this machine")
+    several.add_argument(
+        "--processes",
+        type=whole(1),
+        default=1,
+        help="processes on this machine, no more than cores; each has a GPU, or shares one",
+    )
     several.add_argument(
         "--shard",
         metavar="i/n",
+        type=shard,
         help="be the i-th of n processes, from 0; run once more without it to merge",
     )
 
@@ -81,7 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flowalign.rewards.checked import RewardFailure
     from flowalign.utils.errors import ConfigError
 
-    parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
+    end_with_starter()
+    parser = Parser(prog="flowalign score", allow_abbrev=False)
     add_arguments(parser)
     try:
         return run(parser.parse_args(argv))
@@ -98,10 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _check(args: argparse.Namespace) -> None:
     from flowalign.curation.scoring.table import needs_pyarrow
 
-    for name in ("batch_size", "workers", "limit", "max_frames", "processes"):
-        value = vars(args)[name]
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} is {value}; it must be at least 1")
     if not 0 <= args.max_failed_fraction <= 1:
         raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
     if args.format == "parquet":
@@ -119,7 +124,7 @@ def _run_one(args: argparse.Namespace) -> int:
 
     dataset = open_dataset(args.data, args.schema, args.root)
     models, text = load_rewards(args.rewards)
-    i, n = _shard(args.shard)
+    i, n = args.shard or (0, 1)
     job = Job(
         dataset,
         models,
@@ -158,8 +163,14 @@ def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
 def _run_several(args: argparse.Namespace) -> int:
     """Run this command once per shard, side by side, and then merge the table."""
     from flowalign.curation.scoring.table import Parts
+    from flowalign.data.readers import open_dataset
+    from flowalign.distributed.processes import check_fits
+    from flowalign.rewards.config import load_rewards
     from flowalign.utils.subprocesses import Job, run_all
 
+    check_fits(args.processes, "cpu")  # they may share a GPU, but no core
+    open_dataset(args.data, args.schema, args.root)  # a mistake is told once, before any starts
+    load_rewards(args.rewards)
     log = Console().print
     folder = Path(args.out)
     jobs = [
@@ -169,7 +180,7 @@ def _run_several(args: argparse.Namespace) -> int:
     start = time.perf_counter()
     failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
     if failed:
-        return _failed("\n".join(_last_line(job.log) for job in failed))
+        return _failed(f"{_last_line(failed[0].log)}\n{len(failed)} of {len(jobs)} shards failed")
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
     return _finish(args, Parts(folder / "parts").blocks(), seconds)
 
@@ -227,15 +238,6 @@ def _settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dic
 def _about(folder: Path) -> dict[str, Any]:
     """Return the settings of the job, for the summary."""
     return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-
-
-def _shard(text: str | None) -> tuple[int, int]:
-    if text is None:
-        return 0, 1
-    i, slash, n = text.partition("/")
-    if not (slash and i.isdecimal() and n.isdecimal() and int(i) < int(n)):
-        raise ValueError(f"--shard {text!r} is not i/n with 0 <= i < n, such as 0/4")
-    return int(i), int(n)
 
 
 def _shard_command(args: argparse.Namespace, i: int) -> list[str]:

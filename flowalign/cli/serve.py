@@ -5,6 +5,8 @@ import ipaddress
 import os
 import socket
 
+from flowalign.cli.ranges import number, whole
+
 HELP = "Serve reward models to other processes and machines."
 LOOPBACK = ("localhost", "::1")
 _LIMITS = (
@@ -19,16 +21,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
     add("--host", default="127.0.0.1", help="default: this machine only")
-    add("--port", type=int, default=8411, help="0: any that is free")
-    add("--max_batch", type=int, default=64, help="samples per call of a model")
-    add("--max_wait_ms", type=float, default=3.0, help="wait of a request for others in its batch")
-    add("--deadline", type=float, default=60.0, help="seconds per request, at most")
-    add("--read_timeout", type=float, default=30.0, help="seconds in which a request must arrive")
-    add("--max_request_mb", type=float, default=256.0, help="MiB of a request")
-    add("--max_picture_mp", type=float, default=16.0, help="million pixels of a picture or frame")
-    add("--max_request_mp", type=float, default=100.0, help="million pixels of a request")
-    add("--max_held_mb", type=float, default=4096.0, help="MiB of all requests that wait")
-    add("--max_requests", type=int, default=1024, help="requests that wait")
+    add("--port", type=whole(0, 65535), default=8411, help="0: any that is free")
+    add("--max_batch", type=whole(1), default=64, help="samples per call of a model")
+    add(
+        "--max_wait_ms",
+        type=number(0.0),
+        default=3.0,
+        help="wait of a request for others",
+    )
+    add("--deadline", type=number(0.001), default=60.0, help="seconds per request, at most")
+    add(
+        "--read_timeout",
+        type=number(0.001),
+        default=30.0,
+        help="seconds for a request to arrive",
+    )
+    add("--max_request_mb", type=number(0.001), default=256.0, help="MiB of a request")
+    add(
+        "--max_picture_mp",
+        type=number(0.001),
+        default=16.0,
+        help="million pixels of a picture",
+    )
+    add("--max_request_mp", type=number(0.001), default=100.0, help="million pixels of a request")
+    add("--max_held_mb", type=number(0.001), default=4096.0, help="MiB of all requests that wait")
+    add("--max_requests", type=whole(1), default=1024, help="requests that wait")
     add(
         "--token_env",
         default="FLOWALIGN_REWARD_TOKEN",

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.check import planned
-from flowalign.cli.messages import UsageError, add_config, add_processes, printer, settings_of
+from flowalign.cli.messages import (
+    UsageError,
+    add_config,
+    add_processes,
+    printer,
+    settings_of,
+    starts_others,
+)
 
 if TYPE_CHECKING:
     from flowalign.runs.config import Loaded, Run
@@ -34,7 +41,27 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.runs.config import load_with_origins
 
     loaded = load_with_origins(*settings_of(args))
+    if starts_others(args.processes):
+        _start_others(loaded.run, args)
     return execute(loaded, args.resume, args.overwrite, args.command)
+
+
+def _start_others(run: "Run", args: argparse.Namespace) -> None:
+    """Check all that needs no weights, and become the launcher of several processes."""
+    from flowalign.distributed.launch import relaunch
+    from flowalign.distributed.processes import check_fits
+    from flowalign.runs.session import refuse_begun
+
+    try:
+        check_fits(args.processes, run.device)
+        if args.resume:
+            _checkpoint_to_resume(run, args.resume)
+        elif not args.overwrite:
+            refuse_begun(Path(run.output_dir), run.recipe)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    planned(run, args.processes)
+    relaunch(args.processes, args.words)
 
 
 def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str) -> int:

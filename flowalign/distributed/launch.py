@@ -1,12 +1,143 @@
-"""Start a command as several processes."""
+"""Start a command as several processes of this machine, which end together.
+
+The launcher is small, because it lives as long as they do: `relaunch` replaces the process that
+validated the command, with the memory and the GPU context that this took.
+"""
 
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from flowalign.distributed.failures import FOLDER, first_failure
+from flowalign.utils.lifeline import tied
+
+STOPPED = 130
+"""Exit code of a process that stopped because it was asked to, which is no failure."""
+_SECONDS_BETWEEN_LOOKS = 0.1
+_SECONDS_TO_END = 10.0
 
 
 def relaunch(processes: int, argv: Sequence[str]) -> None:
-    """Replace this process by `torchrun`, which starts the command once per process."""
-    module = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.execv(sys.executable, [sys.executable, *module, "-m", "flowalign", *argv])
+    """Replace this process by a launcher, which starts the command once per process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", __name__, str(processes), *argv])
+
+
+def run_together(processes: int, command: Sequence[str]) -> int:
+    """Run a command once per process, and return its exit code.
+
+    The first failure ends all of them and is the only one told. Ctrl-C goes on to them, twice; a
+    third one ends them, as SIGTERM does.
+    """
+    workers: list[subprocess.Popen] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True) as folder,
+        _signals_to(workers) as asked,
+    ):
+        try:
+            for rank in range(processes):
+                workers.append(_start(command, rank, processes, folder))
+            codes = _wait(workers)
+        finally:
+            _end(workers)
+        if len(asked) > 1:
+            sys.stderr.write("flowalign: stopped; what was saved is intact, go on with --resume\n")
+            return STOPPED
+        code, text = _outcome(codes, Path(folder))
+        sys.stderr.write(text)
+        return code
+
+
+def _start(command: Sequence[str], rank: int, world: int, folder: str) -> subprocess.Popen:
+    """Start a process in its own group: the terminal's Ctrl-C reaches it through us alone."""
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    environment = {"OMP_NUM_THREADS": "1"} | dict(os.environ) | {FOLDER: folder}
+    environment |= {name: str(value) for name, value in place.items()}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, **tied(environment))
+
+
+def _wait(workers: Sequence[subprocess.Popen]) -> list[int | None]:
+    """Wait until all have ended or one has failed; return their exit codes."""
+    while True:
+        codes = [_code(worker) for worker in workers]
+        if _failed(codes):
+            return [_code(worker) for worker in workers]  # whoever failed first is among them now
+        if None not in codes:
+            return codes
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+
+
+def _code(worker: subprocess.Popen) -> int | None:
+    """Return an exit code; a process that Ctrl-C ended while it was starting has stopped, too."""
+    code = worker.poll()
+    return STOPPED if code == -signal.SIGINT else code
+
+
+def _failed(codes: Sequence[int | None]) -> dict[int, int]:
+    """Return the exit codes of those that have failed, by rank."""
+    return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
+
+
+def _end(workers: Sequence[subprocess.Popen]) -> None:
+    """End those that are still running, at last by SIGKILL."""
+    for worker in workers:
+        worker.terminate()
+    until = time.monotonic() + _SECONDS_TO_END
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()
+
+
+def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
+    """Return the exit code of all, and what to tell of the process that failed first."""
+    failed, left = _failed(codes), first_failure(folder)
+    killed = [rank for rank, code in failed.items() if code < 0]
+    if killed:
+        name = signal.Signals(-failed[killed[0]]).name
+        why = ", as the system does when memory runs out" * (name == "SIGKILL")
+        return 1, f"flowalign: process {killed[0]} of {len(codes)} was ended by {name}{why}\n"
+    if left:
+        return left
+    for rank, code in failed.items():
+        return code, f"flowalign: process {rank} of {len(codes)} ended with exit code {code}\n"
+    return (STOPPED if STOPPED in codes else 0), ""
+
+
+@contextmanager
+def _signals_to(workers: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
+    """Hand Ctrl-C on to the processes; yield a list that grows with each one."""
+    asked: list[int] = []
+
+    def interrupt(number: int, _: object) -> None:
+        asked.append(number)
+        if len(asked) > 2:
+            sys.exit(STOPPED)
+        for worker in workers:
+            worker.send_signal(number)
+
+    def terminate(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate))
+    }
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    sys.exit(run_together(int(sys.argv[1]), [sys.executable, "-m", "flowalign", *sys.argv[2:]]))

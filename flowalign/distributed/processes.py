@@ -4,16 +4,19 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flowalign.distributed.failures import FOLDER
+
 T = TypeVar("T")
 K = TypeVar("K")
 _PATIENCE = timedelta(hours=24)
-"""Timeout of collective calls: a rank may encode for hours; if one dies, torchrun ends all."""
+"""Timeout of collective calls: a rank may encode for hours; if one dies, the launcher ends all."""
 
 
 @dataclass(frozen=True)
@@ -88,18 +91,38 @@ ALONE = Processes(0, 1, torch.device("cpu"))
 """A single process on the CPU, for work that needs no device."""
 
 
+def check_fits(processes: int, device: str = "auto") -> None:
+    """Refuse more processes than this machine has GPUs, or cores where it computes on the CPU."""
+    on_gpu = _kind(device) == "cuda"
+    most = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
+    if processes > most:
+        raise ValueError(
+            f"--processes is {processes}, but this machine has {most} "
+            f"{'GPU' if on_gpu else 'CPU core'}{'s' * (most > 1)}; give at most {most}"
+        )
+
+
 def join(device: str = "auto") -> Processes:
-    """Join the process group that torchrun announces in the environment, or run alone."""
+    """Join the processes that the launcher or torchrun started with this one, or run alone."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local = int(os.environ.get("LOCAL_RANK", 0))
+    local, kind = int(os.environ.get("LOCAL_RANK", 0)), _kind(device)
+    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(chosen)
+    if world > 1 and not dist.is_initialized():
+        folder = os.environ.get(FOLDER)  # torchrun announces a port instead
+        store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, timeout=_PATIENCE, store=store, rank=rank, world_size=world
+        )
+    return Processes(rank, world, chosen)
+
+
+def _kind(device: str) -> str:
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "device cuda was asked for, but torch sees no CUDA device; allowed here: auto, cpu"
         )
-    chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(chosen)
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=_PATIENCE)
-    return Processes(rank, world, chosen)
+    return kind

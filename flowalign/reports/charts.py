@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from flowalign.reports.hover import Frame, hover
 from flowalign.reports.records import Lines, Series
+from flowalign.utils.strict_yaml import read_yaml
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#555555")
 _NUM_TICKS = 5
@@ -76,7 +76,7 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
 
 def weights_in(config: Path) -> dict[str, float] | None:
     """Read the weights of the reward dimensions from a run file."""
-    content = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else None
+    content = read_yaml(config) if config.exists() else None
     return content.get("reward_weights") if isinstance(content, dict) else None
 
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.rewards.checked import check_spec
@@ -11,6 +10,7 @@ from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.ranges import out_of_range
+from flowalign.utils.strict_yaml import read_yaml
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
     path, parser = Path(bundled(source)), ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(_File, None, fail_untyped=True)
     try:
-        if path.is_file():
-            content = yaml.safe_load(path.read_text())
+        if path.exists():
+            content = read_yaml(path, source)
         elif source.endswith((".yaml", ".yml")):
             raise ConfigError(f"rewards file {source!r} does not exist (looked in {Path.cwd()})")
         else:
@@ -44,7 +44,7 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
         for model in models:
             check_spec(model)
         return models, parser.dump(parsed, skip_none=False)
-    except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
+    except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

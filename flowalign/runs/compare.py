@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from flowalign.reports.comparison import Comparison, Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
@@ -23,6 +21,7 @@ from flowalign.runs.plan import plan
 from flowalign.training import checkpoint
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.subprocesses import Job, run_all
 from flowalign.utils.tracking import read_metrics
 
@@ -149,7 +148,7 @@ def _entry(configs: Sequence[str], overrides: Sequence[str]) -> Entry:
         raise ConfigError(f"{shown}: {error}") from error
     if run.evaluation is None:
         raise ConfigError(f"{shown}: evaluation is null, so there is nothing to compare")
-    return Entry(Path(configs[-1]).stem, configs, run, _settings(text))
+    return Entry(Path(configs[-1]).stem, configs, run, _settings(parse_yaml(text)))
 
 
 def _same_evaluation(entries: Sequence[Entry]) -> None:
@@ -204,8 +203,10 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
     way_out = "choose another --out, or delete that folder"
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} is not empty and holds no run; {way_out}")
-    text = (folder / "config.yaml").read_text()
-    found = _settings(text) | {"seed": yaml.safe_load(text).get("seed")}
+    there = read_yaml(folder / "config.yaml")
+    if not isinstance(there, dict):
+        raise ValueError(f"{folder / 'config.yaml'} holds no settings of a run; {way_out}")
+    found = _settings(there) | {"seed": there.get("seed")}
     if found != settings:
         raise ValueError(
             f"{folder} holds a run with other settings:\n{_differences(found, settings)}\n{way_out}"
@@ -216,8 +217,7 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
     return "resume" if checkpoint.latest(folder / "checkpoints") else "overwrite"
 
 
-def _settings(text: str) -> dict[str, Any]:
-    settings = yaml.safe_load(text)
+def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _OURS}
 
 

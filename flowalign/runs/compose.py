@@ -9,17 +9,14 @@ meets a component changes its arguments, which may stand directly in it or under
 A file may name others that it is an overlay on in `extends`, one level deep.
 """
 
-import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-from typing_extensions import override
-
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
+from flowalign.utils.strict_yaml import read_yaml
 
 _CLASS, _ARGUMENTS, _EXTENDS, _OUTPUT = "class_path", "init_args", "extends", "output_dir"
 FROM_NAMES = "names of the files"
@@ -95,14 +92,9 @@ def read_mapping(config: str) -> dict[str, Any]:
         ConfigError: the file is missing or is something else.
     """
     path = Path(bundled(config))
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
-    try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{config} cannot be read as YAML: " + " ".join(str(error).split())[:300]
-        ) from error
+    content = read_yaml(path, config)
     if not isinstance(content, dict):
         raise ConfigError(f"{config} must hold a mapping of settings, not {type(content).__name__}")
     return content
@@ -197,35 +189,3 @@ def _short(key: str) -> tuple[str, ...]:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names)
-
-
-class _Loader(yaml.SafeLoader):
-    """Reads numbers as the command line does (1e-3 is one) and refuses repeated keys."""
-
-    yaml_implicit_resolvers = {  # noqa: RUF012 (declared so by its base)
-        letter: [r for r in resolvers if not r[0].endswith((":float", ":timestamp"))]
-        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
-
-    @override
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Refuse a mapping with the same key twice: YAML would silently keep the last one."""
-        seen = set[str]()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"key {key.value!r} is given twice", problem_mark=key.start_mark
-                    )
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"
-        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from flowalign.distributed.processes import Processes, join
 from flowalign.reports.run_report import write_report
@@ -24,6 +23,7 @@ from flowalign.utils.console import Messages, Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_on_ctrl_c
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.tracking import FILE, Tracker
 
 
@@ -77,7 +77,7 @@ def start(run: Run, config: str, log: Log, resume: Path | None = None) -> Sessio
     processes = join(run.device)
     folder = Path(run.output_dir)
     if resume is None:
-        _refuse_begun(folder, run.recipe)
+        refuse_begun(folder, run.recipe)
     processes.barrier()
     costs, messages = Costs(), Messages(log)
     rewards = run.build_rewards(costs)
@@ -153,7 +153,7 @@ def train(session: Session) -> dict[str, Any]:
 
 def _write_config(path: Path, config: str) -> None:
     """Write the settings; equal ones that are there keep their comments about origins."""
-    if not path.is_file() or yaml.safe_load(path.read_text()) != yaml.safe_load(config):
+    if not path.is_file() or read_yaml(path) != parse_yaml(config):
         write_text(path, config)
 
 
@@ -164,7 +164,8 @@ def is_opening(folder: Path, recipe: Recipe) -> bool:
     return begun and not trained
 
 
-def _refuse_begun(folder: Path, recipe: Recipe) -> None:
+def refuse_begun(folder: Path, recipe: Recipe) -> None:
+    """Raise ValueError if a folder holds a run that did not just begin to open."""
     begun = folder.exists() and any(folder.iterdir())
     if begun and not is_opening(folder, recipe):
         raise ValueError(

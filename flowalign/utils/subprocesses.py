@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign.utils.console import duration
+from flowalign.utils.lifeline import tied
 
 _SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -25,7 +26,8 @@ class Job:
 def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> list[Job]:
     """Run every job, `at_once` at a time, and return those that failed.
 
-    On Ctrl-C, or SIGTERM, the running ones get a Ctrl-C of their own and are waited for.
+    On Ctrl-C, or SIGTERM, the running ones get a Ctrl-C of their own and are waited for. They end
+    with this process if it is killed.
 
     Raises:
         KeyboardInterrupt: after all have stopped.
@@ -59,6 +61,7 @@ def _start(job: Job) -> subprocess.Popen:
             stdout=log,
             stderr=subprocess.STDOUT,
             process_group=0,
+            **tied(),
         )
 
 

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.ranges import out_of_range
+from flowalign.utils.strict_yaml import read_yaml
 
 T = TypeVar("T")
 
@@ -25,14 +26,17 @@ def load_typed(
         ConfigError: in at most five lines, naming the key or value.
     """
     path = Path(bundled(config))
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"run file {config!r} does not exist (looked in {Path.cwd()})")
+    content = read_yaml(path, config)
+    if not isinstance(content, dict):
+        raise ConfigError(f"{config} must hold a mapping of settings, not {type(content).__name__}")
     parser = ArgumentParser(prog=command, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(kind, None, fail_untyped=True)
     dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
     try:
-        parsed = parser.parse_args(["--config", str(path), *dashed])
+        parsed = parser.parse_args(["--config", yaml.safe_dump(content, sort_keys=False), *dashed])
         for key, what in out_of_range(parsed, kind):
             raise ConfigError(f"{config}: {key} is {what}")
         text = parser.dump(parsed, skip_none=False)

@@ -309,7 +309,7 @@ def test_what_the_user_can_correct_is_said_before_weights_are_read(
 @pytest.mark.parametrize("shard", ["2/2", "1", "a/b"])
 def test_a_shard_that_is_none_is_refused(written, capsys, shard):
     assert exit_code("clip-pairs", written(LOCAL), "--shard", shard) == 2
-    assert f"--shard '{shard}' is not i/n" in capsys.readouterr().err
+    assert f"--shard is {shard}; it must be i/n" in capsys.readouterr().err
 
 
 # Training -----------------------------------------------------------------------------------------

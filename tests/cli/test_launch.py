@@ -1,53 +1,106 @@
-"""Which verbs become several processes, and when."""
+"""Which verbs become several processes, and what is refused before they do."""
 
 import pytest
 
-from flowalign.cli import check, demo, train
+from flowalign.cli import check, train
 from flowalign.cli import main as cli
 from flowalign.distributed import launch
+
+SHAPES = "configs/shapes.yaml"
 
 
 class _Replaced(Exception):
     """execv does not return, so neither may its stand-in."""
 
 
-def _main(monkeypatch, *argv: str) -> list[tuple[int, list[str]]]:
-    calls = []
+@pytest.fixture
+def launched(monkeypatch):
+    """Call a verb on a machine of 8 cores; returns what it would have launched."""
+
+    def call(*argv: str) -> list[tuple[int, list[str]]]:
+        calls.clear()
+        with pytest.raises((_Replaced, SystemExit)):
+            cli.main(argv)
+        return list(calls)
 
     def replace(processes, argv):
         calls.append((processes, list(argv)))
         raise _Replaced
 
-    monkeypatch.delenv("RANK", raising=False)
+    calls = []
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setattr(launch, "relaunch", replace)
-    for verb in (train, demo):
-        monkeypatch.setattr(verb, "execute", lambda *arguments: 0)
-    with pytest.raises((_Replaced, SystemExit)):
-        cli.main(argv)
-    return calls
+    monkeypatch.setattr(train, "execute", lambda *arguments: 0)
+    return call
 
 
-def test_train_becomes_as_many_processes_as_asked_for(monkeypatch):
-    argv = ["train", "configs/shapes.yaml", "--processes", "3"]
-    assert _main(monkeypatch, *argv) == [(3, argv)]
-    assert _main(monkeypatch, *argv[:2]) == []
+def test_train_becomes_as_many_processes_as_asked_for(launched, tmp_path):
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "3"]
+    assert launched(*argv) == [(3, argv)]
+    assert launched(*argv[:-2]) == []
+
+
+@pytest.mark.parametrize(("asked", "processes"), [([], 2), (["--processes", "4"], 4)])
+def test_demo_hands_its_processes_one_directory(launched, tmp_path, asked, processes):
+    folder = str(tmp_path / "x")
+    ((got, argv),) = launched("demo", "--steps", "3", "--output_dir", folder, *asked)
+    assert got == processes
+    assert argv == [
+        *("train", SHAPES, "--seed", "0", "--output_dir", folder),
+        *("--num_steps", "3", "--processes", str(processes)),
+    ]
+
+
+def test_demo_on_one_core_stays_one_process(launched, monkeypatch, tmp_path):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert launched("demo", "--output_dir", str(tmp_path)) == []
+
+
+def test_check_plans_for_many_processes_in_one(launched, monkeypatch):
+    monkeypatch.setattr(check, "run", lambda args: args.processes - 8)
+    assert launched("check", SHAPES, "--processes", "8") == []
 
 
 @pytest.mark.parametrize(
-    ("cores", "asked", "processes"), [(8, [], 2), (8, ["--processes", "4"], 4)]
+    ("argv", "told"),
+    [
+        (["train", SHAPES, "--processes", "9"], "this machine has 8 CPU cores; give at most 8"),
+        (["eval", SHAPES, "--processes", "9"], "this machine has 8 CPU cores; give at most 8"),
+        (["demo", "--processes", "9"], "this machine has 8 CPU cores; give at most 8"),
+        (["train", SHAPES, "--processes", "2", "--num_steps", "0"], "num_steps is 0"),
+        (
+            ["train", SHAPES, "--processes", "2", "--recipe.prompts_per_step", "1"],
+            "recipe.prompts_per_step is 1, fewer than the 2 processes",
+        ),
+        (
+            ["eval", SHAPES, "--processes", "4", "--evaluation.num_prompts", "2"],
+            "--processes is 4, but evaluation has 2 samples; give at most 2",
+        ),
+        (["train", SHAPES, "--processes", "2", "--resume", "none/such"], "none/such"),
+    ],
 )
-def test_demo_hands_its_processes_one_directory(monkeypatch, cores, asked, processes):
-    monkeypatch.setattr("os.cpu_count", lambda: cores)
-    ((got, argv),) = _main(monkeypatch, "demo", "--output_dir", "runs/x", *asked)
-    assert got == processes
-    assert argv == ["demo", "--seed", "0", "--output_dir", "runs/x"]
+def test_what_no_process_could_do_is_refused_before_any_starts(launched, capsys, argv, told):
+    assert launched(*argv) == []
+    error = capsys.readouterr().err
+    assert told in error
+    assert len(error.splitlines()) <= 5
 
 
-def test_demo_on_one_core_stays_one_process(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert _main(monkeypatch, "demo", "--output_dir", "runs/x") == []
+def test_a_folder_that_holds_a_run_is_refused_before_any_process_starts(launched, capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "2"]
+    assert launched(*argv) == []
+    assert "already holds a run" in capsys.readouterr().err
+    assert launched(*argv, "--overwrite") == [(2, [*argv, "--overwrite"])]
 
 
-def test_check_plans_for_many_processes_in_one(monkeypatch):
-    monkeypatch.setattr(check, "run", lambda args: args.processes - 8)
-    assert _main(monkeypatch, "check", "configs/shapes.yaml", "--processes", "8") == []
+def test_a_worker_starts_no_others(launched, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes"]
+    assert launched(*argv, "2") == []
+    assert capsys.readouterr().err == ""
+    assert launched(*argv, "3") == []
+    assert "--processes is 3, but torchrun has started 2" in capsys.readouterr().err

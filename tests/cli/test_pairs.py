@@ -340,8 +340,6 @@ BOTH = ("--weights", "beauty=1", "alignment=1")
         (("--rule", "dominance", *BOTH, "--tolerance", -1), "--tolerance is -1"),
         ((*GAP, *BEAUTY, "--min_gap", -1), "--min_gap is -1; it must be at least 0"),
         ((*GAP, *BEAUTY, "--min_gap", "nan"), "--min_gap is nan"),
-        ((*GAP, *BEAUTY, "--max_per_prompt", 0), "--max_per_prompt is 0"),
-        ((*GAP, *BEAUTY, "--stages", 1), "--stages is 1; a curriculum has at least 2"),
         ((*GAP, *BEAUTY, "--stages_by", "rank"), "--stages_by needs --stages"),
         ((*GAP, *BEAUTY, "--held_out", 1), "--held_out is 1; it must be in [0, 1)"),
         ((*GAP, *BEAUTY, "--root", "/nowhere"), "--root '/nowhere' is no folder"),

@@ -323,9 +323,6 @@ def test_a_grid_has_a_row_for_each_prompt(sample, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--count", 0], "--count is 0; it must be at least 1"),
-        (["--limit", 0], "--limit is 0"),
-        (["--num_steps", -1], "--num_steps is -1"),
         (["--prompts", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["--policy.widht", 3], "widht"),
     ],

@@ -223,7 +223,7 @@ def test_no_file_at_all_is_refused():
 def test_a_missing_file_is_named_with_the_folder():
     assert complaint("no.yaml") == f"run file 'no.yaml' does not exist (looked in {Path.cwd()})"
     Path("folder").mkdir()
-    assert "'folder' does not exist" in complaint("folder")
+    assert complaint("folder") == "folder is a folder, not a YAML file"
 
 
 def test_a_missing_extended_file_is_named_with_the_one_that_extends():
@@ -250,8 +250,9 @@ def test_bytes_that_are_no_text_are_refused_with_the_path():
 
 def test_a_key_given_twice_is_refused_at_any_depth():
     message = complaint(write("a.yaml", "seed: 1\nema:\n  decay: 0.9\n  decay: 0.8\n"))
-    assert message.startswith("a.yaml cannot be read as YAML: key 'decay' is given twice in ")
-    assert "line 4" in message
+    assert message == (
+        "a.yaml cannot be read as YAML: key 'decay' is given twice, in lines 3 and 4"
+    )
 
 
 @pytest.mark.parametrize("extends", [[], None, 3, ["model.yaml", 3], {"model": "model.yaml"}])

@@ -348,7 +348,7 @@ def unloadable(monkeypatch):
 def test_mistakes_end_in_exit_code_2_before_weights_are_read(
     capsys, monkeypatch, tmp_path, verb, overrides, said
 ):
-    monkeypatch.setattr("diffusers.AutoencoderKL.load_config", _no_network, raising=True)
+    monkeypatch.setattr("flowalign.utils.hub.hf_hub_download", _no_network)
     code, message = exit_code(
         capsys, verb, SHAPES, "--output_dir", str(tmp_path / "run"), *overrides
     )
@@ -357,7 +357,7 @@ def test_mistakes_end_in_exit_code_2_before_weights_are_read(
     assert not (tmp_path / "run").exists()
 
 
-def _no_network(path, **_):
+def _no_network(path, *_, **__):
     raise OSError(f"{path} cannot be reached")
 
 

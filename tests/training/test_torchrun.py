@@ -1,5 +1,6 @@
-"""Two real processes under torchrun, on the embedded model."""
+"""Two real processes, on the embedded model."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,13 @@ import yaml
 from safetensors.torch import load_file
 
 from flowalign.runs.config import load
+from tests.fixtures.processes import Watched
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores"),
+]
+TRAIN = [sys.executable, "-m", "flowalign", "train"]
 
 
 def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
@@ -29,7 +35,7 @@ def train(folder: Path, *options: str) -> dict[str, torch.Tensor]:
     _, text = load("configs/shapes.yaml", overrides)
     config = folder.with_suffix(".yaml")
     config.write_text(text)
-    command = [sys.executable, "-m", "flowalign", "train", str(config), *options]
+    command = [*TRAIN, str(config), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     state = load_file(folder / "checkpoints" / "step-000003" / "state" / "training.safetensors")
@@ -44,3 +50,43 @@ def test_two_processes_make_the_same_updates_as_one(tmp_path):
     assert moved > 1e-5, "nothing was trained, so the comparison would be empty"
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_mistake_that_only_weights_reveal_is_told_once(tmp_path):
+    wrong = ["--processes", "2", "--weights", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "flowalign", "eval", "configs/shapes.yaml", *wrong]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith(f"flowalign: {tmp_path / 'none'}")
+
+
+def test_trainings_end_with_a_launcher_that_is_killed(tmp_path):
+    watched = Watched(tmp_path)
+    (tmp_path / "watched_prompts.py").write_text(WATCHED.format(watched=watched.source))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])}
+    rewards = "[{class_path: watched_prompts.Watching}]"
+    changes = [f"rewards={rewards}", "reward_weights={one: 1.0}", f"output_dir={tmp_path / 'run'}"]
+    command = [*TRAIN, "configs/shapes.yaml", *changes, "--processes", "2"]
+    started = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    watched.wait_for(2)
+    started.kill()
+    watched.wait_for_the_end()
+    started.wait()
+
+
+WATCHED = """
+from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+
+class Watching(RewardModel, Loadable):
+    def __init__(self) -> None:
+        self.spec = RewardSpec("one", ("one",), "any", (0.0, 1.0), "Apache-2.0")
+
+    def load(self) -> None:
+        global alive
+        {watched}
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        return RewardOutput.build(self.spec, batch.media.mean((1, 2, 3, 4))[:, None])
+"""
+"""A reward model by which a training is watched from the moment it loads it."""

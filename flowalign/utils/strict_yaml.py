@@ -1,0 +1,120 @@
+"""Read YAML files that people write: what is ambiguous or without end is refused, never guessed."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from typing_extensions import override
+
+from flowalign.utils.errors import ConfigError
+
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 1_000_000, 20_000, 50
+"""Limits of a file; values that an alias repeats count each time."""
+
+
+def read_yaml(path: Path, name: str | None = None) -> Any:
+    """Read one file; messages call it `name`, or its path.
+
+    Raises:
+        ConfigError: it is missing, no text, no YAML, gives a key twice, or is without end.
+    """
+    name = name or str(path)
+    if path.is_dir():
+        raise ConfigError(f"{name} is a folder, not a YAML file")
+    if not path.is_file():
+        raise ConfigError(f"{name} does not exist (looked in {Path.cwd()})")
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise yaml.YAMLError(f"it is larger than {_MOST_BYTES:,} bytes")
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a number like 0x_
+        what = " ".join(str(error).replace(' in "<unicode string>",', " in").split())
+        raise ConfigError(f"{name} cannot be read as YAML: {what[:300]}") from error
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def parse_yaml(text: str) -> Any:
+    """Return what a text says; raise yaml.YAMLError for what this module refuses."""
+    return yaml.load(text, _Loader)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads numbers as the command line does (1e-3 is one), within limits, and each key once."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 (declared so by its base)
+        letter: [r for r in resolvers if not r[0].endswith((":float", ":timestamp"))]
+        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._values, self._depth, self._deepest = 0, 0, 0
+        self._sizes: dict[yaml.Node, tuple[int, int]] = {}
+        """Number of values in a node, itself included, and of levels below it."""
+
+    @override
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count the values and levels that a node has once its aliases are followed."""
+        event, before, outside = self.peek_event(), self._values, self._deepest
+        self._depth += 1
+        self._deepest = self._depth
+        self._refuse_excess(event)
+        if isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent) and event.tag:
+            raise _refused(f"tag {event.tag!r} is not allowed", event)
+        node = super().compose_node(parent, index)
+        assert node is not None  # only a node that is looked for inside another can be
+        if not isinstance(event, yaml.AliasEvent):
+            self._values += 1
+            self._sizes[node] = self._values - before, self._deepest - self._depth
+        elif node in self._sizes:
+            self._values += self._sizes[node][0]
+            self._deepest += self._sizes[node][1]
+        else:
+            raise _refused(f"alias {event.anchor!r} stands inside what it repeats", event)
+        self._refuse_excess(event)
+        self._depth -= 1
+        self._deepest = max(self._deepest, outside)
+        return node
+
+    def _refuse_excess(self, event: yaml.Event) -> None:
+        if self._deepest > _DEEPEST:
+            raise _refused(f"values are nested more than {_DEEPEST} deep", event)
+        if self._values > _MOST_VALUES:
+            raise _refused(f"it holds more than {_MOST_VALUES:,} values, aliases followed", event)
+
+    @override
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Refuse a mapping with the same key twice: YAML would silently keep the last one."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            merges = key.tag == "tag:yaml.org,2002:merge"
+            name, line = key.value if merges else self.construct_object(key), _line(key)
+            if name in lines:
+                raise yaml.YAMLError(
+                    f"key {key.value!r} is given twice, in lines {lines[name]} and {line}"
+                )
+            lines[name] = line
+        return node
+
+
+def _refused(what: str, event: yaml.Event) -> yaml.YAMLError:
+    return yaml.YAMLError(f"{what} (line {_line(event)})")
+
+
+def _line(place: yaml.Node | yaml.Event) -> int:
+    return place.start_mark.line + 1
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?$|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"
+        r"|[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
+    ),
+    list("-+0123456789."),
+)

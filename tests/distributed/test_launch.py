@@ -1,0 +1,145 @@
+"""Several processes of one command: what is told of them, and that they end together."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowalign.distributed import processes
+from flowalign.distributed.launch import run_together
+from tests.fixtures.processes import PATIENCE, Watched
+
+SLEEP = "import time; time.sleep(600)"
+START = """
+import os, sys, time
+from pathlib import Path
+from flowalign.distributed.failures import FOLDER, leave, leave_crashes
+from flowalign.utils.lifeline import end_with_starter
+end_with_starter()
+leave_crashes()
+rank, folder = int(os.environ["RANK"]), Path(os.environ.get(FOLDER, "."))
+"""
+LAST = """
+if rank == 0:
+    while not (folder / "failure-1.json").exists():
+        time.sleep(0.01)
+    time.sleep(0.1)
+"""
+"""The first process fails after the second one, because of it."""
+
+
+def run(code: str, count: int = 2) -> int:
+    return run_together(count, [sys.executable, "-c", START + code])
+
+
+def launcher(code: str) -> subprocess.Popen:
+    command = [sys.executable, "-c", START + code]
+    launch = f"from flowalign.distributed.launch import *; sys.exit(run_together(2, {command!r}))"
+    return subprocess.Popen([sys.executable, "-c", launch], stderr=subprocess.PIPE, text=True)
+
+
+def test_each_process_knows_its_place(tmp_path):
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"
+    place = f"Path({str(tmp_path)!r}, str(rank)).write_text"
+    assert run(f"{place}(' '.join(os.environ[n] for n in {names}))", 3) == 0
+    assert [(tmp_path / str(r)).read_text() for r in range(3)] == ["0 0 3 3", "1 1 3 3", "2 2 3 3"]
+
+
+def test_the_process_that_failed_first_speaks_alone_and_sets_the_exit_code(capfd):
+    code = LAST + "leave(2 if rank else 1, f'rank {rank} is wrong\\n'); sys.exit(2 if rank else 1)"
+    assert run(code) == 2
+    assert capfd.readouterr().err == "rank 1 is wrong\n"
+
+
+def test_a_crash_is_told_by_one_traceback(capfd):
+    assert run(LAST + "raise RuntimeError(f'rank {rank} broke')") == 1
+    told = capfd.readouterr().err
+    assert told.count("Traceback") == 1
+    assert told.endswith("RuntimeError: rank 1 broke\n")
+
+
+def test_a_failure_ends_the_processes_that_would_wait_forever(capfd):
+    assert run(f"leave(2, 'no\\n')\nif rank == 0:\n    {SLEEP}\nsys.exit(2)") == 2
+
+
+def test_a_killed_process_is_named_though_the_others_fail_after_it(capfd):
+    die = "if rank == 1:\n    os.kill(os.getpid(), 9)\nleave(1, 'lost\\n')\ntime.sleep(600)"
+    assert run(die) == 1
+    told = capfd.readouterr().err
+    assert told.startswith("flowalign: process 1 of 2 was ended by SIGKILL")
+    assert "lost" not in told
+
+
+def test_a_process_that_ends_without_a_word_is_named_with_its_exit_code(capfd):
+    assert run("sys.exit(7 * rank)") == 7
+    assert capfd.readouterr().err == "flowalign: process 1 of 2 ended with exit code 7\n"
+
+
+def test_the_folder_of_a_launch_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run("leave(2, 'no\\n'); assert folder.is_dir(); sys.exit(2)") == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_processes_end_with_a_launcher_that_is_killed(tmp_path, number):
+    watched = Watched(tmp_path)
+    started = launcher(watched.source + "\n" + SLEEP)
+    watched.wait_for(2)
+    started.send_signal(number)
+    watched.wait_for_the_end()
+    started.communicate(timeout=PATIENCE)
+
+
+def test_ctrl_c_reaches_every_process_and_is_no_failure(tmp_path):
+    watched = Watched(tmp_path)
+    stop = "import signal; signal.signal(signal.SIGINT, lambda *_: sys.exit(130))"
+    started = launcher("\n".join([stop, watched.source, SLEEP]))
+    watched.wait_for(2)
+    started.send_signal(signal.SIGINT)
+    assert started.communicate(timeout=PATIENCE)[1] == ""
+    assert started.returncode == 130
+
+
+def test_a_third_ctrl_c_ends_processes_that_ignore_it(tmp_path):
+    watched = Watched(tmp_path)
+    count = "import signal; signal.signal(signal.SIGINT, lambda *_: os.write(alive, b'c'))"
+    started = launcher("\n".join([watched.source, count, "os.write(alive, b'x')", SLEEP]))
+    watched.wait_for(4)
+    for _ in range(2):
+        started.send_signal(signal.SIGINT)
+        watched.wait_for(2, b"c")
+    started.send_signal(signal.SIGINT)
+    watched.wait_for_the_end()
+    started.communicate(timeout=PATIENCE)
+    assert started.returncode == 130
+
+
+def test_more_processes_than_cores_are_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    processes.check_fits(4, "cpu")
+    with pytest.raises(ValueError, match=r"^--processes is 5, but this machine has 4 CPU cores; "):
+        processes.check_fits(5, "cpu")
+
+
+def test_more_processes_than_gpus_are_refused_with_both_numbers(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"^--processes is 2, but this machine has 1 GPU; "):
+        processes.check_fits(2, "auto")
+
+
+def test_without_a_launcher_nothing_is_left(monkeypatch, tmp_path):
+    from flowalign.distributed.failures import FOLDER, first_failure, leave
+
+    monkeypatch.delenv(FOLDER, raising=False)
+    assert not leave(2, "wrong")
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    assert first_failure(Path(tmp_path)) is None
+    assert leave(2, "wrong")
+    assert first_failure(tmp_path) == (2, "wrong")

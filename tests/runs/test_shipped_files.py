@@ -1,0 +1,61 @@
+"""The wheel holds every file that its run files need."""
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flowalign.utils.strict_yaml import read_yaml
+
+ROOT = Path(__file__).parents[2]
+WHEEL = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"][
+    "wheel"
+]
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+
+
+def texts(content: Any) -> Iterator[str]:
+    if isinstance(content, dict):
+        for value in content.values():
+            yield from texts(value)
+    elif isinstance(content, list):
+        for value in content:
+            yield from texts(value)
+    elif isinstance(content, str):
+        yield content
+
+
+def needed(content: Any) -> set[str]:
+    """Return the files and folders of the repository that a run file names."""
+    return {text for text in texts(content) if text.startswith(("assets/", "configs/"))}
+
+
+def is_shipped(path: str, rules: list[str]) -> bool:
+    return any(path == rule or path.startswith(f"{rule}/") for rule in rules)
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.relative_to(ROOT).as_posix())
+def test_what_a_shipped_run_file_names_is_shipped(file):
+    assert is_shipped(file.relative_to(ROOT).as_posix(), WHEEL["only-include"])
+    for path in needed(read_yaml(file)):
+        assert (ROOT / path).exists(), path
+        assert is_shipped(path, WHEEL["only-include"]), path
+
+
+def test_shipped_files_lie_where_the_package_looks_for_them():
+    assert WHEEL["sources"] == {
+        "assets": "flowalign/bundled/assets",
+        "configs": "flowalign/bundled/configs",
+    }
+    for rule in WHEEL["only-include"]:
+        assert (ROOT / rule).is_dir(), rule
+
+
+def test_files_outside_the_rules_are_found():
+    """A run file of the video model named these when the wheel lacked them."""
+    content = {"policy": {"path": "assets/shapes_video/wan"}, "trackers": ["a", "assets/b/c"]}
+    assert needed(content) == {"assets/shapes_video/wan", "assets/b/c"}
+    assert not is_shipped("assets/shapes_video/wan", ["assets/shapes", "configs"])
+    assert is_shipped("assets/shapes_video/wan", ["assets/shapes_video"])

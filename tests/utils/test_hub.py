@@ -1,0 +1,73 @@
+"""What is said where the hub gives nothing, and that the hub itself is not asked in vain."""
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RemoteEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from flowalign.cli.main import main
+from flowalign.utils import hub
+
+MODEL = "stabilityai/stable-diffusion-3.5-medium"
+
+
+def complaint(monkeypatch, error: Exception) -> str:
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(hub, "hf_hub_download", fail)
+    with pytest.raises(ValueError, match=MODEL) as raised:
+        hub.file_of(MODEL, "config.json", "vae")
+    assert len(str(raised.value).splitlines()) <= 5
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [LocalEntryNotFoundError, OfflineModeIsEnabled])
+def test_a_hub_that_is_out_of_reach_is_told_with_what_to_do(monkeypatch, kind):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    told = complaint(monkeypatch, kind("no way"))
+    assert "could not be reached.\n" in told
+    assert f"hf download {MODEL}\nor name a folder" in told
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "could not be reached: HF_HUB_OFFLINE is set.\n" in complaint(monkeypatch, kind("no"))
+
+
+@pytest.mark.parametrize("kind", [RepositoryNotFoundError, GatedRepoError])
+def test_a_model_that_is_not_given_is_no_missing_network(monkeypatch, kind):
+    told = complaint(monkeypatch, kind.__new__(kind))
+    assert "Check the name; a gated model needs its licence accepted" in told
+    assert "reached" not in told
+
+
+def test_a_model_without_the_file_is_told_with_the_file(monkeypatch):
+    told = complaint(monkeypatch, RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError))
+    assert told.endswith("on the Hugging Face hub it has no vae/config.json")
+
+
+def test_any_other_trouble_is_told_in_its_own_words(monkeypatch):
+    told = complaint(monkeypatch, OSError("disk\nis full"))
+    assert told.endswith("the Hugging Face hub does not give vae/config.json: disk is full")
+
+
+@pytest.mark.slow
+def test_check_of_a_hub_model_says_that_it_is_offline(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "configs/sd35_medium.yaml"])
+    told = capsys.readouterr().err
+    assert f"{MODEL} is no folder here" in told
+    assert "HF_HUB_OFFLINE is set" in told
+    assert len(told.splitlines()) <= 5
+
+
+def test_a_name_that_no_model_can_have_is_not_asked_for(monkeypatch, capsys):
+    monkeypatch.setattr(hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["check", "configs/shapes.yaml", "--policy.path", "/no/such/folder"])
+    assert "'/no/such/folder' is neither a folder nor the id of a model" in capsys.readouterr().err

@@ -1,0 +1,117 @@
+"""What no YAML file of a user may hold, and what it may."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowalign.cli.main import main
+from flowalign.utils.errors import ConfigError
+from flowalign.utils.strict_yaml import parse_yaml, read_yaml
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(
+    f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12)
+)
+MERGE_BOMB = "m0: &m0 {a: 1, b: 2}\n" + "".join(
+    f"m{k}: &m{k} {{<<: [*m{k - 1}, *m{k - 1}], c: 1}}\n" for k in range(1, 40)
+)
+CHAIN = "c0: &c0 [1]\n" + "".join(f"c{k}: &c{k} [*c{k - 1}]\n" for k in range(1, 60))
+
+REFUSED = {
+    "a key twice": ("seed: 1\nema: {}\nseed: 2\n", "key 'seed' is given twice, in lines 1 and 3"),
+    "a key twice in a list": ("- {a: 1,\n   a: 2}\n", "key 'a' is given twice, in lines 1 and 2"),
+    "a key in two spellings": ("'a': 1\na: 2\n", "key 'a' is given twice, in lines 1 and 2"),
+    "a bool in two spellings": ("yes: 1\ntrue: 2\n", "key 'true' is given twice"),
+    "two merges": ("- &x {a: 1}\n- <<: *x\n  <<: *x\n", "key '<<' is given twice"),
+    "a bomb of aliases": (BOMB, "more than 20,000 values, aliases followed (line 5)"),
+    "a bomb of merges": (MERGE_BOMB, "more than 20,000 values, aliases followed"),
+    "many values": ("[" + "1," * 20_000 + "1]", "more than 20,000 values"),
+    "many bytes": ("a: " + "x" * 1_000_001, "it is larger than 1,000,000 bytes"),
+    "deep brackets": ("[" * 5000, "values are nested more than 50 deep (line 1)"),
+    "deep mappings": (
+        "\n".join(" " * k + "a:" for k in range(500)),
+        "values are nested more than 50 deep (line 50)",
+    ),
+    "a chain of aliases": (CHAIN, "values are nested more than 50 deep (line 49)"),
+    "an alias of itself": ("a: &a [1, *a]\n", "alias 'a' stands inside what it repeats (line 1)"),
+    "a tag of Python": ("a: !!python/object/apply:os.system [ls]\n", "tag 'tag:yaml.org"),
+    "a tag of YAML": ("a: !!int x\n", "tag 'tag:yaml.org,2002:int' is not allowed (line 1)"),
+    "a number of no digits": ("a: 0x_\n", "invalid literal for int()"),
+    "a NUL": ("a: \0\n", "unacceptable character #x0000"),
+    "an unknown alias": ("a: *b\n", "found undefined alias 'b' in line 1"),
+    "two documents": ("a: 1\n---\na: 2\n", "expected a single document"),
+    "a list for a key": ("[1, 2]: 3\n", "found unhashable key"),
+}
+
+
+@pytest.mark.parametrize(("text", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_is_ambiguous_or_endless_is_refused_in_one_line(tmp_path, text, told):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_yaml(tmp_path / "a.yaml", "a.yaml")
+    message = str(error.value)
+    assert message.startswith("a.yaml cannot be read as YAML: ")
+    assert told in message
+    assert len(message.splitlines()) == 1
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"^a\.yaml cannot be read as YAML: .utf-8. codec"):
+        read_yaml(tmp_path / "a.yaml", "a.yaml")
+
+
+def test_a_folder_and_a_missing_file_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder, not a YAML file"):
+        read_yaml(tmp_path)
+    with pytest.raises(ConfigError, match=r"no.yaml does not exist \(looked in"):
+        read_yaml(tmp_path / "no.yaml")
+
+
+def test_anchors_of_ordinary_use_mean_what_they_say():
+    text = "a: &a {x: 1, y: &y [2, 3]}\nb: {<<: *a, x: 4}\nc: {<<: *a, z: *y}\nd: [*y, *y]\n"
+    assert parse_yaml(text) == yaml.safe_load(text)
+
+
+def test_an_overridden_merge_that_is_merged_again_is_no_key_given_twice():
+    text = "p: {q: &b {<<: &a {x: 1}, x: 2}}\nc: {<<: *b, x: 3}\n"
+    assert parse_yaml(text) == {"p": {"q": {"x": 2}}, "c": {"x": 3}}
+
+
+def test_fifty_levels_are_allowed():
+    text = "[" * 50 + "]" * 50
+    assert parse_yaml(text) == yaml.safe_load(text)
+
+
+@pytest.mark.slow
+def test_every_yaml_file_of_the_package_is_read_as_before():
+    """Numbers like 1e-3 are the one difference, and the package writes none."""
+    files = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+    assert len(files) > 90
+    for file in files:
+        assert read_yaml(file) == yaml.safe_load(file.read_text()), file
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["check", "FILE"],
+        ["check", "configs/shapes.yaml", "FILE"],
+        ["convert", "FILE"],
+        ["clip-pairs", "FILE"],
+        ["reward", "train", "FILE"],
+        ["score", "pictures.jsonl", "--rewards", "FILE", "--out", "scores"],
+        ["serve-reward", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_every_verb_refuses_a_key_given_twice_with_the_file_and_the_lines(tmp_path, capsys, words):
+    (tmp_path / "twice.yaml").write_text("seed: 1\nseed: 2\n")
+    (tmp_path / "pictures.jsonl").write_text('{"image": "a.png", "prompt": "a"}\n')
+    places = {"FILE": "twice.yaml", "pictures.jsonl": "pictures.jsonl", "scores": "scores"}
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / places[word]) if word in places else word for word in words])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "twice.yaml cannot be read as YAML: key 'seed' is given twice, in lines 1 and 2" in told
+    assert len(told.splitlines()) <= 5
