@@ -10,13 +10,14 @@ from rich.console import Console
 from flowalign.cli.messages import add_config_file
 from flowalign.utils.console import Progress, table
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
     from flowalign.curation.clip_pairs.job import Outcome
     from flowalign.curation.clip_pairs.run import ClipPairs
 
 HELP = "Make pairs to train on of real clips, by noising and denoising them."
-EXIT_FAILED, EXIT_STOPPED = 1, 130
+EXIT_FAILED = 1
 _LISTED = 4
 """Largest number of reasons that an error message lists."""
 
@@ -47,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         outcome = finish(cfg, _make(cfg, text, _shard(args.shard)))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         log("stopped; the same command goes on from here")
-        return EXIT_STOPPED
+        return exit_code(stop)
     if outcome is None:
         log(f"shard {args.shard} is done, others are not")
         return 0

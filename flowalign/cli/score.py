@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flowalign.utils.console import table
+from flowalign.utils.interrupts import exit_code, sigterm_stops
 from flowalign.utils.manifest import agree, compare
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of media."
-EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
+EXIT_FAILED, EXIT_WRONG = 1, 2
 _SECONDS_BETWEEN_LINES = 5.0
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
@@ -83,13 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="flowalign score", allow_abbrev=False)
     add_arguments(parser)
     try:
-        return run(parser.parse_args(argv))
+        with sigterm_stops():
+            return run(parser.parse_args(argv))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_WRONG
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("stopped; what was saved is intact, the same command goes on\n")
-        return EXIT_STOPPED
+        return exit_code(stop)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -17,8 +17,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from flowalign import runs
 from flowalign.reports import run_report as report
-from flowalign.runs import session as runs
+from flowalign.runs.run_directory import clear
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
@@ -270,11 +271,11 @@ def test_a_run_directory_is_never_overwritten_unasked(tmp_path):
 def test_overwriting_refuses_to_delete_what_is_no_run_directory(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=re.escape("holds no config.yaml")):
-        runs.remove(tmp_path)
+        clear(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "config.yaml").write_text("")
-    runs.remove(tmp_path)
-    assert not tmp_path.exists()
+    clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_that_loads_back_differently_stops_the_run(tmp_path, monkeypatch):
