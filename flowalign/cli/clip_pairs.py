@@ -61,10 +61,11 @@ def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; returns the number of batches of the dataset."""
     from flowalign.curation.clip_pairs.job import MANIFEST, run
     from flowalign.curation.clip_pairs.run import settings_of
+    from flowalign.utils.folders import make_folder
     from flowalign.utils.manifest import agree
 
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     agree(folder / MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)

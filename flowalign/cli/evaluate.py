@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.messages import UsageError, add_config, add_processes, settings_of
@@ -33,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
+    if args.weights:
+        _check_weights(Path(args.weights))
     processes = join(run_file.device)
     rewards = run_file.build_rewards()
     _load(run_file, args.weights, rewards)
@@ -41,6 +44,18 @@ def run(args: argparse.Namespace) -> int:
         table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
         print(json.dumps(metrics))  # noqa: T201
     return 0
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse what is no checkpoint by its form, before the model is read."""
+    from flowalign.training import checkpoint
+
+    if not folder.is_dir():
+        raise UsageError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        raise UsageError(f"--weights {folder} is a run directory; its newest weights: {newest}")
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise UsageError(f"--weights {folder} is a folder without files")
 
 
 def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:

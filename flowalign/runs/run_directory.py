@@ -1,6 +1,5 @@
 """Begin, claim and clear run directories, and check what is resumed in them."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +11,9 @@ from flowalign.runs.changes import check_resumable, listed
 from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.recipe import Recipe
+from flowalign.utils import folders
 from flowalign.utils.files import write_text
-from flowalign.utils.folders import LOCK, Claim, is_unused
+from flowalign.utils.folders import Claim, is_unused
 from flowalign.utils.tracking import FILE
 
 CONFIG = "config.yaml"
@@ -114,11 +114,7 @@ def clear(folder: Path) -> None:
         ValueError: It does not look like a run directory.
     """
     _check_removable(folder)
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG):  # it goes last
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name != LOCK:
-            path.unlink()
+    folders.clear(folder, last=CONFIG)
 
 
 def _check_removable(folder: Path) -> None:

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import socket
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -34,6 +35,15 @@ def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
 def is_unused(folder: Path) -> bool:
     """Return whether a folder does not exist, or holds nothing but a lock."""
     return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+
+
+def clear(folder: Path, last: str = "") -> None:
+    """Delete what a folder holds but its lock; the file named `last` goes last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
 
 
 class Claim:
