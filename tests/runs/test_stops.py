@@ -148,6 +148,7 @@ def test_a_resumption_that_is_refused_leaves_the_run_as_it_was(tmp_path):
     assert summary(folder)["steps"] == 3
 
 
+@pytest.mark.timeout(240 * (KILLS + 2))
 @pytest.mark.parametrize(
     "processes", [1, pytest.param(2, marks=pytest.mark.skipif(MANY not in os.environ, reason=MANY))]
 )
