@@ -61,6 +61,7 @@ def test_a_recipe_that_refuses_to_open_leaves_no_folder(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_overwriting_deletes_an_earlier_run_only_once_the_new_one_is_accepted(tmp_path):
     folder = tmp_path / "run"
     go(new_run(folder))
@@ -167,6 +168,7 @@ def evaluated(folder: Path, reward: Redness) -> runs.Run:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigterm", [True, False], ids=["SIGTERM", "killed"])
 def test_a_run_ended_within_any_call_of_a_reward_goes_on_to_the_same_bits(tmp_path, sigterm):
     """The first calls are of the evaluation before training, the last of the one after it."""
