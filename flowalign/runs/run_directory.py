@@ -89,14 +89,17 @@ def claim(
 
 @contextmanager
 def beginning(folder: Path, config: str) -> Iterator[None]:
-    """Write the settings of a run that begins; if within it is refused, they go again."""
-    is_new = not (folder / CONFIG).exists()
+    """Write the settings of a run that begins; if within it is refused, put back what was there."""
+    path = folder / CONFIG
+    earlier = path.read_text() if path.exists() else None
     write_config(folder, config)
     try:
         yield
     except ValueError:
-        if is_new:
-            (folder / CONFIG).unlink()
+        if earlier is None:
+            path.unlink()
+        else:
+            write_text(path, earlier)
         raise
 
 

@@ -9,6 +9,8 @@ import torch
 
 from flowalign import runs
 from flowalign.reports import run_report as report
+from flowalign.runs.compare import todo
+from flowalign.runs.run_directory import beginning
 from flowalign.training import PolicyGradient, checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
@@ -59,6 +61,30 @@ def test_a_recipe_that_refuses_to_open_leaves_no_folder(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="these data"):
         runs.start(new_run(tmp_path / "run"), "num_steps: 5\n", quiet)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("earlier", [None, "threads: 1\n"])
+def test_settings_of_a_run_that_is_refused_while_it_opens_are_taken_back(tmp_path, earlier):
+    if earlier:
+        (tmp_path / "config.yaml").write_text(earlier)
+    before = files(tmp_path)
+
+    def opens():
+        with beginning(tmp_path, "threads: 2\n"):
+            assert (tmp_path / "config.yaml").read_text() == "threads: 2\n"
+            raise ValueError("its data are gone")
+
+    with pytest.raises(ValueError, match="its data are gone"):
+        opens()
+    assert files(tmp_path) == before
+
+
+def test_a_folder_in_which_a_start_was_killed_is_begun_like_a_new_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").write_text("process 1 on a machine that is gone\n")
+    assert todo(tmp_path / "run", {}) == "start"
+    assert go(new_run(tmp_path / "run", num_steps=1))["status"] == "finished"
+    assert not (tmp_path / "run" / "run.lock").exists()
 
 
 @pytest.mark.slow
