@@ -83,6 +83,8 @@ def start(
         ValueError: The directory already holds a run, another process works there, or the
             checkpoint is not one of this run.
     """
+    if resume and overwrite:
+        raise ValueError("to resume a run and to overwrite it exclude each other")
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
 from flowalign.utils.interrupts import stop_between_steps
-from flowalign.utils.tracking import Tracker
+from flowalign.utils.tracking import Tracker, read_metrics
 
 
 def train(session: Session) -> dict[str, Any]:
@@ -119,9 +120,15 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
+    if tracker and not _is_recorded(session.folder, done):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
     session.started += time.perf_counter() - start
     return metrics
+
+
+def _is_recorded(folder: Path, done: int) -> bool:
+    """Return whether a run that was killed after this evaluation had recorded it already."""
+    return any(row.get("evaluated_after") == done for row in read_metrics(folder))
 
 
 def _save(session: Session, done: int, first_save: bool) -> None:

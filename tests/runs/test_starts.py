@@ -1,5 +1,6 @@
 """What starting, resuming and stopping a run leave in its directory."""
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -115,6 +116,11 @@ def test_a_directory_below_a_file_is_refused_before_weights_are_read(tmp_path, r
     assert "\n" not in str(caught.value)
 
 
+def test_a_run_is_not_resumed_and_overwritten(tmp_path):
+    with pytest.raises(ValueError, match="exclude each other"):
+        runs.start(new_run(tmp_path / "run"), "seed: 1\n", quiet, tmp_path, overwrite=True)
+
+
 def resumed(folder: Path, config: str, **changes) -> list[str]:
     """Resume a run to its end with these settings; what was said."""
     said = []
@@ -214,6 +220,9 @@ def test_a_run_ended_within_any_call_of_a_reward_goes_on_to_the_same_bits(tmp_pa
         if summary["status"] == "interrupted":
             assert summary["stopped_by"] == "SIGTERM"
             assert newest.name == f"step-{summary['steps']:06d}"
+            with contextlib.suppress(Killed):  # before the next checkpoint, after an evaluation
+                go(evaluated(folder, EndsAt(2, sigterm=False)), newest)
+            newest = checkpoint.latest(folder / "checkpoints")
         go(evaluated(folder, Redness()), newest or folder)
         assert_same_run(straight, folder, 5)
     assert ended > 9  # four evaluations, five steps
