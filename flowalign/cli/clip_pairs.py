@@ -11,13 +11,14 @@ from flowalign.cli.messages import add_config_file
 from flowalign.cli.ranges import shard
 from flowalign.utils.console import Progress, table
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
     from flowalign.curation.clip_pairs.job import Outcome
     from flowalign.curation.clip_pairs.run import ClipPairs
 
 HELP = "Make pairs to train on of real clips, by noising and denoising them."
-EXIT_FAILED, EXIT_STOPPED = 1, 130
+EXIT_FAILED = 1
 _LISTED = 4
 """Largest number of reasons that an error message lists."""
 
@@ -49,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         outcome = finish(cfg, _make(cfg, text, args.shard))
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         log("stopped; the same command goes on from here")
-        return EXIT_STOPPED
+        return exit_code(stop)
     if outcome is None:
         log(f"shard {args.shard[0]}/{args.shard[1]} is done, others are not")
         return 0
@@ -62,10 +63,11 @@ def _make(cfg: "ClipPairs", text: str, shard: tuple[int, int]) -> int:
     """Make the missing batches; returns the number of batches of the dataset."""
     from flowalign.curation.clip_pairs.job import MANIFEST, run
     from flowalign.curation.clip_pairs.run import settings_of
+    from flowalign.utils.folders import make_folder
     from flowalign.utils.manifest import agree
 
     dataset, folder = cfg.dataset(), Path(cfg.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     agree(folder / MANIFEST, settings_of(text, dataset), "`flowalign clip-pairs`")
     size = dataset.size() or sum(1 for _ in dataset)
     total = min(size, cfg.limit or size)

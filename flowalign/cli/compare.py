@@ -35,10 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page and return 0; return 130 if interrupted, after which a repeat continues."""
+    """Write the page and return 0; return 130 or 143 if stopped; a repeat continues."""
     from flowalign.reports.comparison_page import with_std
     from flowalign.runs import compare as comparing
     from flowalign.utils.console import table
+    from flowalign.utils.interrupts import exit_code
 
     settings = [c for c in args.configs if "=" in c]  # a.b=c, as elsewhere
     files = [[*args.base, *c.split("+")] for c in args.configs if "=" not in c]
@@ -48,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
         result = comparing.compare(request, printer())
     except ValueError as error:
         raise UsageError(str(error)) from error
-    except KeyboardInterrupt:
-        return complain(RuntimeError("stopped; the same command goes on from here"), 130)
+    except KeyboardInterrupt as stop:
+        told = RuntimeError("stopped; the same command goes on from here")
+        return complain(told, exit_code(stop))
     finals = {row.method.name: with_std(row.final) for row in result.rows}
     table(f"held-out {result.metric} after training", finals)
     printer()(f"comparison: {out / 'compare.html'}")

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flowalign.cli.messages import (
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"{' '.join(args.config)}: evaluation is null, so there is nothing to evaluate"
         )
+    if args.weights:
+        _check_weights(Path(args.weights))
     if starts_others(args.processes):
         _start_others(len(run_file.evaluation.items()), run_file.device, args)
     processes = join(run_file.device)
@@ -65,6 +68,18 @@ def _start_others(prompts: int, device: str, args: argparse.Namespace) -> None:
             f"give at most {prompts}"
         )
     relaunch(args.processes, args.words)
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse what is no checkpoint by its form, before the model is read."""
+    from flowalign.training import checkpoint
+
+    if not folder.is_dir():
+        raise UsageError(f"--weights {str(folder)!r} is not a folder (looked in {Path.cwd()})")
+    if newest := checkpoint.latest(folder / "checkpoints"):
+        raise UsageError(f"--weights {folder} is a run directory; its newest weights: {newest}")
+    if not any(path.is_file() for path in folder.rglob("*")):
+        raise UsageError(f"--weights {folder} is a folder without files")
 
 
 def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:

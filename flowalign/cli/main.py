@@ -76,7 +76,8 @@ TAKES_OVERRIDES = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one verb.
 
-    Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C.
+    Exit codes: 2 for what the user can correct, 1 for a run that failed, 130 for Ctrl-C, 143 for
+    SIGTERM.
     """
     end_with_starter()
     leave_crashes()
@@ -112,16 +113,19 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.rewards.checked import RewardFailure
     from flowalign.training.learner import TrainingFailure
     from flowalign.utils.errors import ConfigError
+    from flowalign.utils.interrupts import exit_code, sigterm_stops
 
     quiet_libraries()
     try:
-        return VERBS[args.verb].run(args)
+        with sigterm_stops():
+            return VERBS[args.verb].run(args)
     except (ConfigError, UsageError) as error:
         return complain(error, 2)
     except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
         return complain(error, 1)
-    except KeyboardInterrupt:
-        return complain(RuntimeError("stopped; what was saved is intact, go on with --resume"), 130)
+    except KeyboardInterrupt as stop:
+        told = RuntimeError("stopped; what was saved is intact, go on with --resume")
+        return complain(told, exit_code(stop))
 
 
 if __name__ == "__main__":

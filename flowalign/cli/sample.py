@@ -12,13 +12,12 @@ from rich.console import Console
 from flowalign.cli.messages import add_config, settings_of
 from flowalign.cli.ranges import SEED, whole
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
     from flowalign.runs.sample import Request
 
 HELP = "Make pictures with a run file's model, or a checkpoint of it."
-EXIT_STOPPED = 130
-"""Exit code after Ctrl-C."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the grid or the folder; returns 0, or 130 if interrupted.
+    """Write the grid or the folder; returns 0, or 130 or 143 if stopped.
 
     Raises:
         ConfigError: The options or the run file need a correction by the user.
@@ -58,9 +57,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         log("stopped; the same command goes on from here")
-        return EXIT_STOPPED
+        return exit_code(stop)
 
 
 def _request(args: argparse.Namespace) -> "Request":

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from flowalign.cli.ranges import Parser, shard, whole
 from flowalign.utils.console import table
+from flowalign.utils.interrupts import exit_code, sigterm_stops
 from flowalign.utils.lifeline import end_with_starter
 from flowalign.utils.manifest import agree, compare
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of media."
-EXIT_FAILED, EXIT_WRONG, EXIT_STOPPED = 1, 2, 130
+EXIT_FAILED, EXIT_WRONG = 1, 2
 _SECONDS_BETWEEN_LINES, _THREADS = 5.0, min(8, os.cpu_count() or 1)
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
@@ -93,15 +94,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="flowalign score", allow_abbrev=False)
     add_arguments(parser)
     try:
-        return run(parser.parse_args(argv))
+        with sigterm_stops():
+            return run(parser.parse_args(argv))
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_WRONG
     except RewardFailure as error:
         return _failed(str(error))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("stopped; what was saved is intact, the same command goes on\n")
-        return EXIT_STOPPED
+        return exit_code(stop)
 
 
 def _check(args: argparse.Namespace) -> None:

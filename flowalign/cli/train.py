@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,27 +38,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 for a finished run, 130 for one that was interrupted and can continue."""
+    """Return 0 for a finished run, 130 or 143 for one that was stopped and can continue."""
     from flowalign.runs.config import load_with_origins
 
+    if args.resume and args.overwrite:
+        raise UsageError("--resume and --overwrite exclude each other")
     loaded = load_with_origins(*settings_of(args))
     if starts_others(args.processes):
-        _start_others(loaded.run, args)
+        _start_others(loaded, args)
     return execute(loaded, args.resume, args.overwrite, args.command)
 
 
-def _start_others(run: "Run", args: argparse.Namespace) -> None:
+def _start_others(loaded: "Loaded", args: argparse.Namespace) -> None:
     """Check all that needs no weights, and become the launcher of several processes."""
     from flowalign.distributed.launch import relaunch
     from flowalign.distributed.processes import check_fits
-    from flowalign.runs.session import refuse_begun
+    from flowalign.runs.run_directory import check_resume, check_start
 
+    run, config = loaded.run, loaded.annotated()
     try:
         check_fits(args.processes, run.device)
         if args.resume:
-            _checkpoint_to_resume(run, args.resume)
-        elif not args.overwrite:
-            refuse_begun(Path(run.output_dir), run.recipe)
+            check_resume(run, config, _checkpoint_to_resume(run, args.resume))
+        else:
+            check_start(run, config, args.overwrite)
     except ValueError as error:
         raise UsageError(str(error)) from error
     planned(run, args.processes)
@@ -66,7 +70,7 @@ def _start_others(run: "Run", args: argparse.Namespace) -> None:
 
 def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str) -> int:
     """Print the plan, train, and print the outcome; the run directory keeps the command."""
-    from flowalign.runs import session as runs
+    from flowalign import runs
     from flowalign.training import checkpoint
     from flowalign.utils.console import table
     from flowalign.utils.journal import Journal
@@ -80,9 +84,7 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str)
     if main:
         table(f"plan of {folder}", rows)
     try:
-        if main and overwrite and not resume:
-            runs.remove(folder)
-        session = runs.start(run_file, loaded.annotated(), log, from_checkpoint)
+        session = runs.start(run_file, loaded.annotated(), log, from_checkpoint, overwrite)
         with Journal(folder, command) if main else nullcontext():
             summary = runs.train(session)
     except ValueError as error:
@@ -95,24 +97,21 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str)
             log(f"weights: {saved}{averaged}")
     if summary["status"] == "interrupted":
         log(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
-        return 130
+        return 128 + signal.Signals[summary["stopped_by"]]
     return 0
 
 
-def _checkpoint_to_resume(run: "Run", resume: str) -> Path | None:
-    from flowalign.runs.session import is_opening
+def _checkpoint_to_resume(run: "Run", resume: str) -> Path:
+    """Return a checkpoint that is complete, or the directory of a run that has none yet."""
+    from flowalign.runs.run_directory import CONFIG
     from flowalign.training import checkpoint
 
-    if resume != "latest":
-        path = Path(resume)
-    else:
-        folder = Path(run.output_dir)
-        newest = checkpoint.latest(folder / "checkpoints")
-        if newest is None and is_opening(folder, run.recipe):
-            return None
-        if newest is None:
-            raise UsageError(f"nothing to resume: {folder / 'checkpoints'} holds no checkpoint")
-        path = newest
+    folder = Path(run.output_dir)
+    path = checkpoint.latest(folder / "checkpoints") if resume == "latest" else Path(resume)
+    if path is None and (folder / CONFIG).is_file():
+        return folder
+    if path is None:
+        raise UsageError(f"nothing to resume: {folder} holds no {CONFIG} and no checkpoint")
     try:
         checkpoint.check_complete(path)
     except ValueError as error:

@@ -17,8 +17,8 @@ from pathlib import Path
 from flowalign.distributed.failures import FOLDER, first_failure
 from flowalign.utils.lifeline import tied
 
-STOPPED = 130
-"""Exit code of a process that stopped because it was asked to, which is no failure."""
+STOPPED = 130, 143
+"""Exit codes of a process that Ctrl-C or SIGTERM asked to stop, which is no failure."""
 _SECONDS_BETWEEN_LOOKS = 0.1
 _SECONDS_TO_END = 10.0
 
@@ -33,8 +33,8 @@ def relaunch(processes: int, argv: Sequence[str]) -> None:
 def run_together(processes: int, command: Sequence[str]) -> int:
     """Run a command once per process, and return its exit code.
 
-    The first failure ends all of them and is the only one told. Ctrl-C goes on to them, twice; a
-    third one ends them, as SIGTERM does.
+    The first failure ends all of them and is the only one told. Ctrl-C and SIGTERM go on to them,
+    and they get the time that they take to stop; a third Ctrl-C ends them.
     """
     workers: list[subprocess.Popen] = []
     with (
@@ -47,9 +47,9 @@ def run_together(processes: int, command: Sequence[str]) -> int:
             codes = _wait(workers)
         finally:
             _end(workers)
-        if len(asked) > 1:
+        if asked.count(signal.SIGINT) > 1:
             sys.stderr.write("flowalign: stopped; what was saved is intact, go on with --resume\n")
-            return STOPPED
+            return 128 + signal.SIGINT
         code, text = _outcome(codes, Path(folder))
         sys.stderr.write(text)
         return code
@@ -75,14 +75,14 @@ def _wait(workers: Sequence[subprocess.Popen]) -> list[int | None]:
 
 
 def _code(worker: subprocess.Popen) -> int | None:
-    """Return an exit code; a process that Ctrl-C ended while it was starting has stopped, too."""
+    """Return an exit code; a process that was asked to stop while it was starting has stopped."""
     code = worker.poll()
-    return STOPPED if code == -signal.SIGINT else code
+    return 128 - code if code in (-signal.SIGINT, -signal.SIGTERM) else code
 
 
 def _failed(codes: Sequence[int | None]) -> dict[int, int]:
     """Return the exit codes of those that have failed, by rank."""
-    return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, STOPPED)}
+    return {rank: code for rank, code in enumerate(codes) if code not in (None, 0, *STOPPED)}
 
 
 def _end(workers: Sequence[subprocess.Popen]) -> None:
@@ -110,28 +110,22 @@ def _outcome(codes: Sequence[int | None], folder: Path) -> tuple[int, str]:
         return left
     for rank, code in failed.items():
         return code, f"flowalign: process {rank} of {len(codes)} ended with exit code {code}\n"
-    return (STOPPED if STOPPED in codes else 0), ""
+    return max((code for code in codes if code in STOPPED), default=0), ""
 
 
 @contextmanager
 def _signals_to(workers: Sequence[subprocess.Popen]) -> Iterator[list[int]]:
-    """Hand Ctrl-C on to the processes; yield a list that grows with each one."""
+    """Hand Ctrl-C and SIGTERM on to the processes; yield a list that grows with each signal."""
     asked: list[int] = []
 
-    def interrupt(number: int, _: object) -> None:
+    def hand_on(number: int, _: object) -> None:
         asked.append(number)
-        if len(asked) > 2:
-            sys.exit(STOPPED)
+        if asked.count(signal.SIGINT) > 2:
+            sys.exit(128 + signal.SIGINT)
         for worker in workers:
             worker.send_signal(number)
 
-    def terminate(number: int, _: object) -> None:
-        sys.exit(128 + number)
-
-    before = {
-        number: signal.signal(number, handler)
-        for number, handler in ((signal.SIGINT, interrupt), (signal.SIGTERM, terminate))
-    }
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield asked
     finally:

@@ -1,6 +1,5 @@
 """Trains a reward model from its run file to its folder."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from flowalign.reward_training.training import RewardTrainer, drawing, frames_fo
 from flowalign.training.learner import Optimizer
 from flowalign.types import Backbone, Head
 from flowalign.utils.files import write_text
+from flowalign.utils.folders import Claim, clear, is_unused
 from flowalign.utils.ranges import Decay, PositiveInt, Range, Seed
 from flowalign.utils.tracking import Tracker
 from flowalign.utils.yaml_files import load_typed
@@ -111,7 +111,21 @@ def train(
             not finite.
     """
     folder = Path(run.output_dir)
-    _claim(folder, resume, overwrite)
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other")
+    claim = Claim(folder, log)
+    try:
+        _check_folder(folder, resume, overwrite)
+        return _train(run, config, log, resume, overwrite)
+    finally:
+        claim.release()
+
+
+def _train(
+    run: RewardRun, config: str, log: Callable[[str], None], resume: bool, overwrite: bool
+) -> dict[str, Any]:
+    """Train in a folder that is claimed; it stays as it is until data and weights are accepted."""
+    folder = Path(run.output_dir)
     if run.threads:
         torch.set_num_threads(run.threads)
     preferences, identity = read_preferences(run)
@@ -131,6 +145,8 @@ def train(
     )
     if resume:
         restore_state(folder / STATE, trainer, identity)
+    elif overwrite:
+        clear(folder)
     write_text(folder / "config.yaml", config)
     tracker = Tracker(folder, keep_until=trainer.epoch + 1 if resume else None)
     try:
@@ -195,17 +211,14 @@ def _about(run: RewardRun, config: str, preferences: Preferences, identity: str)
     return About(run.name, run.licence, run.modality, resolved["backbone"], resolved["head"], data)
 
 
-def _claim(folder: Path, resume: bool, overwrite: bool) -> None:
-    if resume and overwrite:
-        raise ValueError("--resume and --overwrite exclude each other")
+def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:
     if resume and not (folder / STATE).is_file():
         raise ValueError(f"{folder} holds no training to resume")
-    if overwrite:
-        shutil.rmtree(folder, ignore_errors=True)
-    elif not resume and folder.exists() and any(folder.iterdir()):
+    if overwrite and not is_unused(folder) and not (folder / "config.yaml").is_file():
+        raise ValueError(f"{folder} holds no config.yaml, so it is no training and is not deleted")
+    if not (resume or overwrite or is_unused(folder)):
         raise ValueError(
             f"{folder} already holds a training and is not overwritten.\n"
             "Add --resume to go on with it, --overwrite to replace it, "
             "or choose another output_dir."
         )
-    folder.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ summary = train(start(run, settings, print))
 
 from flowalign.runs.config import Ema, Run, load
 from flowalign.runs.plan import plan
-from flowalign.runs.session import Session, start, train
+from flowalign.runs.session import Session, start
+from flowalign.runs.steps import train
 
 __all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]

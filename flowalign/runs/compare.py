@@ -21,6 +21,7 @@ from flowalign.runs.plan import plan
 from flowalign.training import checkpoint
 from flowalign.training.learner import TrainingFailure
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.folders import is_unused
 from flowalign.utils.strict_yaml import parse_yaml, read_yaml
 from flowalign.utils.subprocesses import Job, run_all
 from flowalign.utils.tracking import read_metrics
@@ -198,7 +199,7 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
     Raises:
         ValueError: The folder holds something else.
     """
-    if not folder.exists() or not any(folder.iterdir()):
+    if is_unused(folder):
         return "start"
     way_out = "choose another --out, or delete that folder"
     if not (folder / "config.yaml").is_file():

@@ -111,13 +111,7 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint is incomplete, or belongs to another model or recipe.
     """
-    check_complete(folder)
-    loop = json.loads((folder / "state" / "loop.json").read_text())
-    if "carried" in loop:
-        raise ValueError(
-            f"{folder} is a checkpoint of flowalign 0.1; convert its run once: "
-            f"flowalign convert {folder.parent.parent}"
-        )
+    loop = read_loop(folder)
     wanted = _tensors(learner)
     with safe_open(folder / "state" / "training.safetensors", "pt") as file:
         names = set(file.keys())
@@ -130,6 +124,22 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
             f"for example {min(differ)}"
         )
     _write_back(learner, got, loop)
+    return loop
+
+
+def read_loop(folder: Path) -> dict[str, Any]:
+    """Return step, counters and the loop's own state of a checkpoint.
+
+    Raises:
+        ValueError: The checkpoint is incomplete, or of version 0.1.
+    """
+    check_complete(folder)
+    loop = json.loads((folder / "state" / "loop.json").read_text())
+    if "carried" in loop:
+        raise ValueError(
+            f"{folder} is a checkpoint of flowalign 0.1; convert its run once: "
+            f"flowalign convert {folder.parent.parent}"
+        )
     return loop
 
 

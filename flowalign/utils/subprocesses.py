@@ -3,12 +3,12 @@
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign.utils.console import duration
+from flowalign.utils.interrupts import sigterm_stops
 from flowalign.utils.lifeline import tied
 
 _SECONDS_BETWEEN_LOOKS = 0.1
@@ -34,7 +34,7 @@ def run_all(jobs: Sequence[Job], at_once: int, log: Callable[[str], None]) -> li
     """
     waiting, failed = list(jobs), []
     running: dict[subprocess.Popen, tuple[Job, float]] = {}
-    with _kill_is_ctrl_c():
+    with sigterm_stops():  # so that no command outlives us
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
@@ -85,17 +85,3 @@ def _stop(running: Iterable[subprocess.Popen], log: Callable[[str], None]) -> No
             return
         except KeyboardInterrupt:
             continue
-
-
-@contextmanager
-def _kill_is_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM within, so that no command outlives us."""
-    try:
-        previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # not the main thread: whoever runs us there handles signals
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -14,7 +14,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loop_trains_in_every_precision(tmp_path, precision):
-    from flowalign.runs import session as runs
+    from flowalign import runs
 
     run, text = load(
         "configs/shapes.yaml",
@@ -41,7 +41,7 @@ def test_initial_noise_is_the_same_on_every_device():
 
 @pytest.mark.parametrize("method", [*METHODS, "flow_grpo_all_steps"])
 def test_every_credit_method_trains_on_a_gpu(tmp_path, method):
-    from flowalign.runs import session as runs
+    from flowalign import runs
 
     run, text = load(
         [str(path) for path in files_of("shapes", method)],

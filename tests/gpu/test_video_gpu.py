@@ -61,7 +61,7 @@ def _step(folder, frames: int) -> dict[str, float]:
 
 
 def test_the_embedded_video_model_trains_in_every_precision(tmp_path):
-    from flowalign.runs import session as runs
+    from flowalign import runs
 
     for precision in ("fp32", "bf16", "fp16"):
         run, text = load(

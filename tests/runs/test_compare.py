@@ -20,7 +20,7 @@ from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
 from flowalign.reports.comparison_page import spent_by_all
 from flowalign.runs import compare as comparing
-from flowalign.runs import session as runs
+from flowalign.runs import steps
 from flowalign.runs.compare import Request, compare, curve, held_out
 from flowalign.runs.config import load
 from flowalign.training.learner import TrainingFailure
@@ -39,7 +39,7 @@ def _drawing_only_where_it_matters(request, monkeypatch):
     if "drawn" not in request.fixturenames:
         monkeypatch.setattr(comparison_page, "chart", lambda *_: BLANK)
         monkeypatch.setattr(comparison_page, "picture", lambda *_: b"png")
-        monkeypatch.setattr(runs, "write_report", lambda _: None)
+        monkeypatch.setattr(steps, "write_report", lambda _: None)
 
 
 @pytest.fixture

@@ -1,30 +1,27 @@
 """A run stopped anywhere goes on as if it had not been, and nothing broken is ever resumed."""
 
 import errno
-import json
 import os
 import re
 import resource
 import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
+from flowalign import runs
 from flowalign.reports import run_report as report
-from flowalign.runs import session as runs
+from flowalign.runs.run_directory import clear
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
+from tests.fixtures.stopped_runs import assert_same_run, metrics, state
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
 
@@ -50,25 +47,6 @@ class Mortal(Redness):
         if self.left < 0:
             raise Killed
         return super().score(batch)
-
-
-def state(folder: Path, step: int) -> dict[str, torch.Tensor]:
-    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state" / "training.safetensors")
-
-
-def metrics(folder: Path) -> list[dict]:
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    of_time = ("timing/", "throughput", "seconds", "eval/seconds", "cost/seconds")
-    unequal = (*of_time, "check/", "cost/network_evaluations")  # a resumed run checks itself again
-    return [{k: v for k, v in r.items() if not k.startswith(unequal)} for r in rows]
-
-
-def assert_same_run(a: Path, b: Path, last: int) -> None:
-    one, other = state(a, last), state(b, last)
-    assert one.keys() == other.keys()
-    assert {n.partition(".")[0] for n in one} == {"parameter", "ema", "optimizer"}
-    assert [n for n in one if not torch.equal(one[n], other[n])] == []
-    assert metrics(a) == metrics(b)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])
@@ -271,11 +249,11 @@ def test_a_run_directory_is_never_overwritten_unasked(tmp_path):
 def test_overwriting_refuses_to_delete_what_is_no_run_directory(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(ValueError, match=re.escape("holds no config.yaml")):
-        runs.remove(tmp_path)
+        clear(tmp_path)
     assert (tmp_path / "thesis.tex").exists()
     (tmp_path / "config.yaml").write_text("")
-    runs.remove(tmp_path)
-    assert not tmp_path.exists()
+    clear(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_that_loads_back_differently_stops_the_run(tmp_path, monkeypatch):
@@ -295,95 +273,6 @@ def test_a_restored_loss_scale_and_counters_are_those_saved(tmp_path):
     assert other.scaler.state_dict()["scale"] == 512.0
     assert (other.num_updates, other.num_skipped) == (7, 2)
     assert (loop["step"], loop["seconds"]) == (3, 1.5)
-
-
-SMALL = {
-    "policy": {
-        "class_path": "pipelines.sd3.SD3",
-        "init_args": {
-            "path": "assets/shapes/sd3",
-            "height": 32,
-            "width": 32,
-            "guidance": 1.0,
-            "precision": "fp32",
-            "max_sequence_length": 1,
-            "lora": {"rank": 2, "alpha": 3},
-        },
-    },
-    "rewards": [{"class_path": "reward_models.shapes.ShapesVerifier"}],
-    "reward_weights": {"colour": 1.0, "clean": 0.5},
-    "num_steps": 8,
-    "recipe": {
-        "class_path": "flowalign.training.PolicyGradient",
-        "init_args": {
-            "prompts": "assets/shapes/prompts/train.txt",
-            "prompts_per_step": 2,
-            "micro_batch": 8,
-            "on_failed_check": "warn",
-            "sampling": {"num_steps": 3, "samples_per_prompt": 4, "micro_batch": 8},
-        },
-    },
-    "checkpoints": {"every": 1},
-    "device": "cpu",
-    "threads": 1,
-}
-
-
-def _start(folder: Path, *options: str) -> subprocess.Popen:
-    """`flowalign train` in a process of its own."""
-    file = folder.parent / "run.yaml"
-    file.write_text(yaml.safe_dump(SMALL))
-    command = [sys.executable, "-m", "flowalign", "train", str(file), "--output_dir", str(folder)]
-    return subprocess.Popen(
-        [*command, *options],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def _wait_for(path: Path, process: subprocess.Popen) -> None:
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.002)
-
-
-def _finish(process: subprocess.Popen, code: int = 0) -> str:
-    output = process.communicate(timeout=240)[0]
-    assert process.returncode == code, output
-    return output
-
-
-@pytest.mark.slow
-def test_a_killed_process_resumes_to_the_bits_of_an_uninterrupted_one(tmp_path):
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    _finish(_start(straight))
-    process = _start(killed)
-    _wait_for(killed / "checkpoints" / "step-000003", process)
-    process.send_signal(signal.SIGKILL)
-    _finish(process, -signal.SIGKILL)
-    assert not (killed / "summary.json").exists()
-    _finish(_start(killed, "--resume"))
-    assert_same_run(straight, killed, 8)
-    assert json.loads((killed / "summary.json").read_text())["steps"] == 8
-
-
-@pytest.mark.slow
-def test_ctrl_c_saves_after_the_step_in_progress_and_exits_130(tmp_path):
-    folder = tmp_path / "run"
-    process = _start(folder, "--checkpoints.every", "100")
-    _wait_for(folder / "metrics.jsonl", process)
-    while not (folder / "metrics.jsonl").read_text():
-        time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    assert "--resume" in _finish(process, 130)
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "interrupted"
-    assert 1 <= summary["steps"] < 8
-    newest = checkpoint.latest(folder / "checkpoints")
-    assert newest.name == f"step-{summary['steps']:06d}"
-    checkpoint.check_complete(newest)
 
 
 def test_a_rename_that_fails_leaves_the_earlier_checkpoint_of_the_same_step(tmp_path, monkeypatch):

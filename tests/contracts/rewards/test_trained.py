@@ -21,6 +21,7 @@ from flowalign.reward_training.embeddings import Embeddings, Sample, embed_sampl
 from flowalign.reward_training.run import load_run, train
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.folders import Claim
 from reward_models.backbones import EfficientNet, Encoder, Lora, OpenClip, PooledFrames
 from reward_models.shapes import ShapesVerifier
 from reward_models.trained import TrainedReward
@@ -317,6 +318,27 @@ def test_an_interrupted_training_resumes_to_the_same_bytes(trained, tmp_path, cl
     assert one.read_bytes() == two.read_bytes()
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3]
+
+
+def test_a_training_that_is_refused_leaves_its_folder_as_it_was(tmp_path, clip):
+    """Its data do not exist; neither that nor another process may cost what is there."""
+    out, missing = tmp_path / "run", tmp_path / "missing.jsonl"
+    run, config = load_run(str(run_file(tmp_path, clip, missing)))
+    with pytest.raises(ValueError, match="missing"):
+        train(run, config, quiet)
+    assert not out.exists()
+    out.mkdir()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="is no training and is not deleted"):
+        train(run, config, quiet, overwrite=True)
+    (out / "config.yaml").write_text("name: earlier\n")
+    with pytest.raises(ValueError, match="missing"):
+        train(run, config, quiet, overwrite=True)
+    claim = Claim(out, quiet)
+    with pytest.raises(ValueError, match="is in use by process"):
+        train(run, config, quiet, overwrite=True)
+    claim.release()
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "thesis.tex"]
 
 
 def test_adapters_are_trained_saved_and_read_back(tmp_path, clip, trained):

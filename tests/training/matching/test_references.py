@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from flowalign import runs
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.reports import run_report as report
-from flowalign.runs import session as runs
 from flowalign.runs.config import Ema, Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints

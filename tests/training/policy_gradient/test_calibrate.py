@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowalign import runs
 from flowalign.cli import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
@@ -15,7 +16,7 @@ from flowalign.data.prompts import Prompts, read_prompts
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE
 from flowalign.reports import run_report as report
-from flowalign.runs import session as runs
+from flowalign.runs import run_directory
 from flowalign.runs.config import Run
 from flowalign.sampling.branching import Comb
 from flowalign.sampling.calibration import Calibration, read_calibration
@@ -146,8 +147,8 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
     folder = tmp_path / "parts"
     assert len(read_calibration(folder / "calibration.json").iterations) == call
     run = new_run(folder, Mortal())
-    assert runs.is_opening(folder, run.recipe)
-    assert train._checkpoint_to_resume(run, "latest") is None
+    assert run_directory.is_opening(folder, run.recipe)
+    assert train._checkpoint_to_resume(run, "latest") == folder
     levels(new_run(folder, Mortal()))
     expected = (tmp_path / "whole" / "calibration.json").read_bytes()
     assert (folder / "calibration.json").read_bytes() == expected
@@ -156,7 +157,7 @@ def test_a_calibration_that_was_killed_goes_on_where_it_stopped(tmp_path, call):
 def test_a_finished_run_is_no_calibration_that_goes_on(tmp_path):
     runs.train(begin(new_run(tmp_path / "run")))
     run = new_run(tmp_path / "run")
-    assert not runs.is_opening(tmp_path / "run", run.recipe)
+    assert not run_directory.is_opening(tmp_path / "run", run.recipe)
     with pytest.raises(ValueError, match="already holds a run"):
         begin(new_run(tmp_path / "run"))
 

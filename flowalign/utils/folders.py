@@ -1,0 +1,117 @@
+"""Make folders, and claim one for a single process at a time."""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+LOCK = "run.lock"
+"""File that the process which works in a folder holds locked. A killed process may leave the file,
+but the lock ends with the process."""
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def make_folder(folder: Path, setting: str = "output_dir") -> list[Path]:
+    """Make a folder and those above it; return the ones that did not exist, innermost first.
+
+    Raises:
+        ValueError: It cannot be made.
+    """
+    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{setting} {folder} cannot be made: {error.strerror}: {error.filename}"
+        ) from error
+    return missing
+
+
+def is_unused(folder: Path) -> bool:
+    """Return whether a folder does not exist, or holds nothing but a lock."""
+    return not folder.exists() or all(path.name == LOCK for path in folder.iterdir())
+
+
+def clear(folder: Path, last: str = "") -> None:
+    """Delete what a folder holds but its lock; the file named `last` goes last."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name == last):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK:
+            path.unlink()
+
+
+class Claim:
+    """Holds a folder, which is made if need be, until `release` or the end of the process.
+
+    Raises:
+        ValueError: Another process holds it, or it cannot be made.
+    """
+
+    def __init__(self, folder: Path, log: Callable[[str], None]):
+        self.folder, self._made = folder, make_folder(folder)
+        try:
+            self._file = _locked(folder / LOCK, log)
+        except BlockingIOError as error:
+            raise ValueError(_refusal(folder)) from error
+        except OSError as error:
+            raise ValueError(f"output_dir {folder} cannot be used: {error.strerror}") from error
+
+    def release(self) -> None:
+        """Give the folder back; if nothing was written, those that were made are removed."""
+        if self._file.closed:
+            return
+        (self.folder / LOCK).unlink(missing_ok=True)
+        self._file.close()
+        for folder in self._made:
+            if not folder.is_dir() or any(folder.iterdir()):
+                return
+            folder.rmdir()
+
+
+def _locked(path: Path, log: Callable[[str], None]) -> IO[str]:
+    """Open a file and lock it; it then names this process.
+
+    Raises:
+        BlockingIOError: Another process has locked it.
+    """
+    while True:
+        file = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                file.close()
+                raise
+            log(f"{path.parent}: this file system has no locks; let no other process work there")
+        if _is_at(path, file):
+            break
+        file.close()  # its owner removed the file between our two calls
+    file.truncate(0)
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+    file.flush()
+    return file
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _refusal(folder: Path) -> str:
+    try:
+        holder = (folder / LOCK).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        holder = ""
+    return (
+        f"{folder} is in use by {holder or 'another process'}.\n"
+        "Wait until it has ended or stop it, or choose another output_dir."
+    )

@@ -1,0 +1,85 @@
+"""Every verb stops at SIGTERM as it does at Ctrl-C, and tells the shell which of them it was."""
+
+import argparse
+import signal
+
+import pytest
+
+from flowalign.cli import main as cli
+from flowalign.cli import sample, score
+from flowalign.curation.clip_pairs import run as clip_pairs_run
+from flowalign.runs import compare as comparing
+
+STOPS = pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+
+
+def exit_code(*argv: object) -> int:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(word) for word in argv])
+    return int(caught.value.code or 0)
+
+
+@STOPS
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_exits_as_shells_expect(verb, number, code, monkeypatch, capsys):
+    monkeypatch.setattr(cli.VERBS[verb], "run", lambda args: signal.raise_signal(number))
+    assert cli.run(argparse.Namespace(verb=verb)) == code
+    assert "what was saved is intact" in capsys.readouterr().err
+
+
+@STOPS
+def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_path, capsys):
+    def stopped(*_):
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(comparing, "compare", stopped)
+    assert exit_code("compare", "a.yaml", "--seeds", 0, "--out", tmp_path) == code
+    assert "the same command goes on" in capsys.readouterr().err
+    monkeypatch.setattr(clip_pairs_run, "load", stopped)
+    assert exit_code("clip-pairs", "a.yaml") == code
+    assert "the same command goes on" in capsys.readouterr().err
+    monkeypatch.setattr(sample, "_request", stopped)
+    assert exit_code("sample", "a.yaml", "--prompt", "a") == code
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+@STOPS
+def test_a_process_that_scores_a_shard_exits_alike(number, code, monkeypatch, capsys):
+    monkeypatch.setattr(score, "_run_one", lambda args: signal.raise_signal(number))
+    argv = ["data", "--rewards", "a.B", "--out", "out", "--format", "jsonl", "--shard", "0/2"]
+    assert score.main(argv) == code
+    assert "the same command goes on" in capsys.readouterr().err
+
+
+def test_pairs_of_clips_below_a_file_are_refused(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    cfg = argparse.Namespace(dataset=list, output_dir=str(tmp_path / "file" / "out"))
+    monkeypatch.setattr(clip_pairs_run, "load", lambda config, overrides: (cfg, ""))
+    assert exit_code("clip-pairs", "a.yaml") == 2
+    assert "cannot be made: Not a directory" in capsys.readouterr().err
+
+
+def test_resuming_and_overwriting_exclude_each_other(capsys):
+    assert exit_code("train", "configs/shapes.yaml", "--resume", "--overwrite") == 2
+    assert "exclude each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("weights", "why"),
+    [
+        ("nowhere", "is not a folder"),
+        ("file", "is not a folder"),
+        ("empty", "without files"),
+        ("run", "its newest weights: "),
+    ],
+)
+def test_weights_that_are_not_there_are_refused_before_the_model_is_read(
+    tmp_path, weights, why, monkeypatch, capsys
+):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    argv = ["eval", "configs/shapes.yaml", "--weights", tmp_path / weights]
+    monkeypatch.setattr("pipelines.sd3.SD3.load", lambda self, device: pytest.fail("read"))
+    assert exit_code(*argv) == 2
+    assert why in capsys.readouterr().err

@@ -1,0 +1,228 @@
+"""What starting, resuming and stopping a run leave in its directory."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from flowalign import runs
+from flowalign.reports import run_report as report
+from flowalign.runs.compare import todo
+from flowalign.runs.run_directory import beginning
+from flowalign.training import PolicyGradient, checkpoint
+from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.evaluate import Evaluation
+from flowalign.utils.interrupts import Terminated, sigterm_stops
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.small_run import go, new_run
+from tests.fixtures.stopped_runs import assert_same_run
+
+
+@pytest.fixture(autouse=True)
+def _no_curves(monkeypatch):
+    """Every run ends with a report; other tests draw its charts."""
+    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+
+
+def quiet(_: str) -> None: ...
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+class Unloadable(PixelPolicy):
+    """A policy whose weights do not fit."""
+
+    def load(self, device: torch.device) -> None:
+        raise ValueError("these weights are of another model")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_start_that_is_refused_leaves_no_folder_or_the_folder_as_it_was(tmp_path, there):
+    folder = tmp_path / "runs" / "mine"
+    run = new_run(tmp_path / "any", policy=Unloadable(), output_dir=str(folder))
+    if there:
+        folder.mkdir(parents=True)
+    with pytest.raises(ValueError, match="another model"):
+        runs.start(run, "num_steps: 5\n", quiet)
+    assert folder.exists() == there
+    assert files(tmp_path / "runs") == {}
+
+
+def test_a_recipe_that_refuses_to_open_leaves_no_folder(tmp_path, monkeypatch):
+    def refuse(self, run, learner, folder, log):
+        assert (folder / "config.yaml").exists()  # for whoever is killed while it opens
+        raise ValueError("these data cannot be trained on")
+
+    monkeypatch.setattr(PolicyGradient, "open", refuse)
+    with pytest.raises(ValueError, match="these data"):
+        runs.start(new_run(tmp_path / "run"), "num_steps: 5\n", quiet)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("earlier", [None, "threads: 1\n"])
+def test_settings_of_a_run_that_is_refused_while_it_opens_are_taken_back(tmp_path, earlier):
+    if earlier:
+        (tmp_path / "config.yaml").write_text(earlier)
+    before = files(tmp_path)
+
+    def opens():
+        with beginning(tmp_path, "threads: 2\n"):
+            assert (tmp_path / "config.yaml").read_text() == "threads: 2\n"
+            raise ValueError("its data are gone")
+
+    with pytest.raises(ValueError, match="its data are gone"):
+        opens()
+    assert files(tmp_path) == before
+
+
+def test_a_folder_in_which_a_start_was_killed_is_begun_like_a_new_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.lock").write_text("process 1 on a machine that is gone\n")
+    assert todo(tmp_path / "run", {}) == "start"
+    assert go(new_run(tmp_path / "run", num_steps=1))["status"] == "finished"
+    assert not (tmp_path / "run" / "run.lock").exists()
+
+
+@pytest.mark.slow
+def test_overwriting_deletes_an_earlier_run_only_once_the_new_one_is_accepted(tmp_path):
+    folder = tmp_path / "run"
+    go(new_run(folder))
+    before = files(folder)
+    with pytest.raises(ValueError, match="another model"):
+        runs.start(new_run(folder, policy=Unloadable()), "seed: 1\n", quiet, overwrite=True)
+    assert files(folder) == before
+    (folder / "of the earlier run").write_text("")
+    runs.train(runs.start(new_run(folder, num_steps=2), "seed: 1\n", quiet, overwrite=True))
+    assert not (folder / "of the earlier run").exists()
+    assert (folder / "config.yaml").read_text() == "seed: 1\n"
+    assert checkpoint.latest(folder / "checkpoints").name == "step-000002"
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_directory_below_a_file_is_refused_before_weights_are_read(tmp_path, resumed):
+    (tmp_path / "file").write_text("")
+    run = new_run(tmp_path / "any", policy=Unloadable(), output_dir=str(tmp_path / "file" / "run"))
+    resume = None
+    if resumed:
+        go(new_run(tmp_path / "other"))
+        resume = checkpoint.latest(tmp_path / "other" / "checkpoints")
+    with pytest.raises(ValueError, match="cannot be made: Not a directory") as caught:
+        runs.start(run, "config: 1\n", quiet, resume)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_is_not_resumed_and_overwritten(tmp_path):
+    with pytest.raises(ValueError, match="exclude each other"):
+        runs.start(new_run(tmp_path / "run"), "seed: 1\n", quiet, tmp_path, overwrite=True)
+
+
+def resumed(folder: Path, config: str, **changes) -> list[str]:
+    """Resume a run to its end with these settings; what was said."""
+    said = []
+    newest = checkpoint.latest(folder / "checkpoints")
+    runs.train(runs.start(new_run(folder, **changes), config, said.append, newest))
+    return said
+
+
+def test_a_resumption_says_what_it_changes_and_writes_it_down(tmp_path):
+    folder = tmp_path / "run"
+    runs.train(runs.start(new_run(folder, num_steps=2), "num_steps: 2\nthreads: 1\n", quiet))
+    said = resumed(folder, "num_steps: 3\nthreads: 2\n", num_steps=3)
+    assert said[:2] == ["changed num_steps: 2 -> 3", "changed threads: 1 -> 2"]
+    assert (folder / "config.yaml").read_text() == "num_steps: 3\nthreads: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "why"),
+    [
+        ("num_steps: 2\nseed: 5\n", {}, "seed: 4 -> 5"),
+        ("num_steps: 1\nseed: 4\n", {"num_steps": 1}, "num_steps of at least 2"),
+        ("num_steps: 2\nseed: 4\n", {"policy": PixelPolicy(width=8)}, "another model or adapter"),
+        ("num_steps: 2\nseed: 4\n", {"policy": Unloadable()}, "weights are of another model"),
+    ],
+)
+def test_a_resumption_that_is_refused_changes_no_file(tmp_path, config, changes, why):
+    folder = tmp_path / "run"
+    runs.train(runs.start(new_run(folder, num_steps=2), "num_steps: 2\nseed: 4\n", quiet))
+    before = files(folder)
+    with pytest.raises(ValueError, match=why) as caught:
+        resumed(folder, config, **{"num_steps": 2} | changes)
+    assert len(str(caught.value).splitlines()) <= 5
+    assert files(folder) == before
+    resumed(folder, "num_steps: 2\nseed: 4\n", num_steps=2)  # it still goes on as it was
+
+
+def test_a_run_that_is_going_on_is_not_started_again(tmp_path):
+    folder = tmp_path / "run"
+    session = runs.start(new_run(folder), "config: 1\n", quiet)
+    for options in ({}, {"overwrite": True}, {"resume": folder}):
+        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+            runs.start(new_run(folder), "config: 1\n", quiet, **options)
+    assert runs.train(session)["status"] == "finished"
+    assert not (folder / "run.lock").exists()
+    resumed(folder, "config: 1\n")
+
+
+class Killed(BaseException):
+    """What no code may catch and survive."""
+
+
+class EndsAt(Redness):
+    """Redness that is ended while it scores for the n-th time."""
+
+    def __init__(self, call: int, sigterm: bool):
+        super().__init__()
+        self.left, self.sigterm = call, sigterm
+
+    def score(self, batch):
+        self.left -= 1
+        if self.left == 0 and self.sigterm:
+            signal.raise_signal(signal.SIGTERM)
+        elif self.left == 0:
+            raise Killed
+        return super().score(batch)
+
+
+def evaluated(folder: Path, reward: Redness) -> runs.Run:
+    """Five steps with evaluations before the first, after the last and after every second one."""
+    prompts = {"held": str(folder.parent / "prompts.txt")}
+    (folder.parent / "prompts.txt").write_text("a\nbb\n")
+    return new_run(
+        folder,
+        rewards=[reward],
+        evaluation=Evaluation(prompts=prompts, num_prompts=2, num_steps=2, every=2),
+        checkpoints=Checkpoints(every=100, verify="never"),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sigterm", [True, False], ids=["SIGTERM", "killed"])
+def test_a_run_ended_within_any_call_of_a_reward_goes_on_to_the_same_bits(tmp_path, sigterm):
+    """The first calls are of the evaluation before training, the last of the one after it."""
+    straight, ended = tmp_path / "straight", 0
+    go(evaluated(straight, Redness()))
+    while True:
+        ended += 1
+        folder = tmp_path / str(ended)
+        try:
+            with sigterm_stops():
+                summary = go(evaluated(folder, EndsAt(ended, sigterm)))
+        except (Terminated, Killed):
+            summary = {"status": "ended"}
+        if summary["status"] == "finished":
+            break
+        newest = checkpoint.latest(folder / "checkpoints")
+        if summary["status"] == "interrupted":
+            assert summary["stopped_by"] == "SIGTERM"
+            assert newest.name == f"step-{summary['steps']:06d}"
+            with contextlib.suppress(Killed):  # before the next checkpoint, after an evaluation
+                go(evaluated(folder, EndsAt(2, sigterm=False)), newest)
+            newest = checkpoint.latest(folder / "checkpoints")
+        go(evaluated(folder, Redness()), newest or folder)
+        assert_same_run(straight, folder, 5)
+    assert ended > 9  # four evaluations, five steps
