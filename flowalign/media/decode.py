@@ -29,6 +29,7 @@ __all__ = [
     "digest",
     "frame_files",
     "is_video",
+    "missing",
     "moving_pictures",
     "num_frames_of",
 ]
@@ -72,7 +73,7 @@ def decode(
     if path and path.is_dir():
         return _folder(path, medium.fps, choice)
     if path and not path.is_file():
-        raise MediaProblem(f"missing file: {path}")
+        raise MediaProblem(missing(path))
     source = path or io.BytesIO(medium.data or b"")
     name = str(path) if path else f"{len(medium.data or b'')} bytes"
     if is_video(medium):
@@ -98,6 +99,13 @@ def digest(medium: Media) -> bytes:
     for file in frame_files(path):
         whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _file_digest(file))
     return whole.digest()
+
+
+def missing(path: Path) -> str:
+    """Return what is wrong with a path at which there is no file: kind, colon, details."""
+    if path.is_symlink():
+        return f"broken link: {path} points to {path.readlink()}"
+    return f"missing file: {path}"
 
 
 def _file_digest(path: Path) -> bytes:

@@ -14,6 +14,7 @@ from flowalign.media.decode import (
     digest,
     frame_files,
     is_video,
+    missing,
     moving_pictures,
     num_frames_of,
 )
@@ -115,7 +116,7 @@ class Inspection:
         if medium.path not in self._sizes:
             path = Path(medium.path)
             if not path.exists():
-                raise MediaProblem(f"missing file: {medium.path}")
+                raise MediaProblem(missing(path))
             files = frame_files(path) if path.is_dir() else [path]
             self._sizes[medium.path] = sum(file.stat().st_size for file in files)
         return self._sizes[medium.path]
