@@ -18,7 +18,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
 from flowalign.media.frame_sampling import Choice, MediaProblem, Shown, mean_rate
-from flowalign.media.media import PICTURES, VIDEOS, Media
+from flowalign.media.media import PICTURES, VIDEOS, Media, missing
 from flowalign.media.orientation import Orientation
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "digest",
     "frame_files",
     "is_video",
-    "missing",
     "moving_pictures",
     "num_frames_of",
 ]
@@ -99,13 +98,6 @@ def digest(medium: Media) -> bytes:
     for file in frame_files(path):
         whole.update(hashlib.sha256(os.fsencode(file.name)).digest() + _file_digest(file))
     return whole.digest()
-
-
-def missing(path: Path) -> str:
-    """Return what is wrong with a path at which there is no file: kind, colon, details."""
-    if path.is_symlink():
-        return f"broken link: {path} points to {path.readlink()}"
-    return f"missing file: {path}"
 
 
 def _file_digest(path: Path) -> bytes:

@@ -14,11 +14,10 @@ from flowalign.media.decode import (
     digest,
     frame_files,
     is_video,
-    missing,
     moving_pictures,
     num_frames_of,
 )
-from flowalign.media.media import Media
+from flowalign.media.media import Media, missing
 from flowalign.media.orientation import Orientation
 
 _ORIENTATION = 0x0112
