@@ -9,6 +9,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
+from flowalign.utils.setting_groups import check_groups
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
         if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
             raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
         parsed = parser.parse_object(content)
+        check_groups(parsed.as_dict(), parser)
         return parser.instantiate_classes(parsed)["rewards"], parser.dump(parsed, skip_none=False)
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):

@@ -22,6 +22,13 @@ from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import Policy, RewardModel
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
+from flowalign.utils.setting_groups import (
+    check_arguments,
+    check_groups,
+    options,
+    parser_of,
+    with_whole_option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +181,17 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
         )
     parser, dashed = _parser(), _with_dashes(overrides)
     try:
+        check_arguments(composed.values)
         parsed = parser.parse_args(
             ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
         )
+        check_groups(parsed.as_dict(), parser)
         text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
         built = parser.instantiate_classes(parsed)
         run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
     except (ValueError, TypeError, ArgumentError) as error:
-        raise ConfigError(_readable(str(error), shown, parser, composed.origins)) from error
+        message = with_whole_option(str(error), dashed)
+        raise ConfigError(_readable(message, shown, parser, composed.origins)) from error
     given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
     return Loaded(run, text, composed.origins | dict.fromkeys(given, "command line"))
 
@@ -212,9 +222,10 @@ def _readable(message: str, config: str, parser: ArgumentParser, origins: Mappin
     keys = [found[1] for line in lines if (found := _KEY.match(line))]
     key = ".".join(keys)
     file = origin_of(origins, _inside(key, _unknown_option(message) or "")) or config
-    hint = _did_you_mean(message, key, parser)
+    what = _what(lines, bool(keys))
+    hint = None if _NO_MAPPING in what else _did_you_mean(message, key, parser)
     where = f"{file}: {key}" if keys else file
-    return "\n".join([f"{where}: {_what(lines, bool(keys))}", *([hint] if hint else [])])
+    return "\n".join([f"{where}: {what}", *([hint] if hint else [])])
 
 
 def _what(lines: Sequence[str], has_key: bool) -> str:
@@ -222,12 +233,17 @@ def _what(lines: Sequence[str], has_key: bool) -> str:
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
+    if what.startswith(_NO_GROUP) and not given.startswith("{") and "Got value" not in what:
+        value = given.removeprefix("Unable to load config ").strip("'")
+        return f"is {'null' if value == 'None' else value}; {_NO_MAPPING}"
     if what.startswith("Expected") and "Got value" not in what and given not in what:
         what += f", not {given}"
     return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
 
 
 _LONGEST = 400
+_NO_MAPPING = "it must be a mapping of settings"
+_NO_GROUP = ("Unable to load config", "Not a valid subclass of")
 _KEY = re.compile(r'Parser key "([\w.]+)":$')
 _NOISE = re.compile(
     r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>|"
@@ -251,7 +267,7 @@ def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
         return _nearest(found[2], dir(importlib.import_module(found[1])))
     if option := _unknown_option(message):
         paths = re.findall(r"class_path '([\w.]+)'", message)
-        known = _options(_parser_of(paths[-1]) if paths else parser)
+        known = options(parser_of(paths[-1]) if paths else parser)
         return _nearest(option, [_inside(key, name) for name in known], key)
     return next((hint for words, hint in _MISPLACED.items() if words in message), None)
 
@@ -278,15 +294,3 @@ def _nearest(word: str, known: Sequence[str], key: str = "") -> str:
 def _inside(key: str, name: str) -> str:
     """Return the dotted name of `name` below `key`, either of which may be empty."""
     return ".".join(part for part in (key, name) if part)
-
-
-def _parser_of(class_path: str) -> ArgumentParser:
-    """Return a parser of the settings of one component, those of its groups included."""
-    module, _, name = class_path.rpartition(".")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(getattr(importlib.import_module(module), name), None)
-    return parser
-
-
-def _options(parser: ArgumentParser) -> list[str]:
-    return [action.dest for action in parser._actions if not action.dest.endswith("help")]

@@ -9,6 +9,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
+from flowalign.utils.setting_groups import check_groups, with_whole_option
 
 T = TypeVar("T")
 
@@ -32,9 +33,11 @@ def load_typed(
     dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
     try:
         parsed = parser.parse_args(["--config", str(path), *dashed])
+        check_groups(parsed.as_dict(), parser)
         text = parser.dump(parsed, skip_none=False)
         built: dict[str, Any] = dict(vars(parser.instantiate_classes(parsed)))
         return kind(**{name: value for name, value in built.items() if name != "config"}), text
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
-        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        message = with_whole_option(str(error), dashed)
+        lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
         raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error
