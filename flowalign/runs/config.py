@@ -61,8 +61,9 @@ class Run:
     `flowalign.training.Matching` or your own."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
-    reward_weights: dict[str, float] = field(default_factory=dict)
-    """Weight per reward dimension; unnamed dimensions are only logged."""
+    reward_weights: dict[str, float | None] = field(default_factory=dict)
+    """Weight per reward dimension; unnamed dimensions are only logged, as are those with null,
+    which takes back a weight that an earlier file gives."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)
@@ -109,7 +110,7 @@ class Run:
                     raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
         rewards = Rewards(
             self.rewards,
-            self.reward_weights,
+            {dim: weight for dim, weight in self.reward_weights.items() if weight is not None},
             self.recipe.on_failed_reward,
             costs or Costs(),
             metadata,
