@@ -59,6 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where relative paths of the table begin; default: the current folder",
     )
     add(
+        "--labels",
+        action="store_true",
+        help="write single media as `prompt`, `completion` and `label`, which is true for winners "
+        "(KTO), and leave out those that win and lose",
+    )
+    add(
         "--mixed_shapes",
         action="store_true",
         help="pair media that differ in size or number of frames, too",
@@ -95,6 +101,9 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--stages is {args.stages}; a curriculum has at least 2")
     if args.stages_by and not args.stages:
         raise ValueError("--stages_by needs --stages")
+    if args.labels and (args.stages or args.rule == "per_dimension"):
+        other = "--stages" if args.stages else "--rule per_dimension"
+        raise ValueError(f"--labels has no use with {other}: a label has no stage or dimension")
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
     if args.tolerance is not None and args.rule != "dominance":
@@ -153,16 +162,30 @@ def _parsed(pairs: Sequence[str]) -> dict[str, float]:
 def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, Any]:
     """Write the files, the summary last; returns the summary."""
     from flowalign.curation.pairing import page
-    from flowalign.curation.pairing.job import HELD_OUT, PAGE, SUMMARY, TRAIN, line, split, write
+    from flowalign.curation.pairing.job import (
+        HELD_OUT,
+        PAGE,
+        SUMMARY,
+        TRAIN,
+        labelled,
+        line,
+        split,
+        write,
+    )
     from flowalign.utils.files import write_text
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
+    labels: Counter[bool] = Counter()
     for name, choices in ((TRAIN, train), (HELD_OUT, held_out)):
         (folder / name).unlink(missing_ok=True)
-        if choices:
-            write(folder, name, (line(job, choice) for choice in choices))
+        rows = [line(job, choice) for choice in choices]
+        if args.labels:
+            rows = labelled(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write(folder, name, rows)
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
         "table": str(Path(args.table).resolve()),
@@ -181,6 +204,7 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
         "pairs": len(found.choices),
         "train": len(train),
         "held_out": len(held_out),
+        "labels": {"true": labels[True], "false": labels[False]} if args.labels else None,
         "stages_by": job.stages_by if job.stages else None,
         "stages": {str(stage): stages[stage] for stage in sorted(stages)},
         "dropped_media": found.media.summary(),
@@ -199,6 +223,8 @@ def _print_summary(args: argparse.Namespace, found: "Found", summary: Mapping[st
     rows = {
         name: f"{summary[name]:,}: {folder / file}" for name, file in files.items() if summary[name]
     }
+    if labels := summary["labels"]:
+        rows["labels"] = f"{labels['true']:,} true, {labels['false']:,} false"
     rows |= {
         "media dropped": "\n".join([f"{found.media.total:,}", *found.media.lines()]),
         "pairs dropped": "\n".join([f"{found.pairs.total:,}", *found.pairs.lines()]),

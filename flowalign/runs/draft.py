@@ -142,11 +142,17 @@ def _composed(model: Model, method: str) -> tuple[list[str], dict[str, Any]]:
     pair, alone = f"configs/credit/{model.family}/{method}.yaml", _named("methods", method)
     if Path(bundled(pair)).is_file():
         own = read_mapping(pair)
-        return own.pop("extends"), {key: own[key] for key in own if key != "output_dir"}
+        return _bases(own), {key: own[key] for key in own if key != "output_dir"}
     own = read_mapping(model.file)
     if "extends" in own:
-        return [*own.pop("extends"), alone], own
+        return [*_bases(own), alone], own
     return [model.file, alone], {}
+
+
+def _bases(own: dict[str, Any]) -> list[str]:
+    """Take out the files that a run file extends."""
+    bases = own.pop("extends")
+    return [bases] if isinstance(bases, str) else bases
 
 
 def write(out: Path, content: dict[str, Any], about: str) -> None:
