@@ -12,7 +12,7 @@ from flowalign.utils.console import table as print_table
 
 if TYPE_CHECKING:
     from flowalign.curation.pairing.job import Found, Job
-    from flowalign.curation.pairing.rules import Rule
+    from flowalign.curation.pairing.rules import Choice, Rule
 
 HELP = "Make pairs to train on of a table of scores."
 EXIT_FAILED = 1
@@ -45,19 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_per_prompt", type=int, help="largest number of pairs; the widest gaps are kept")
     add("--by", choices=("prompt", "record"), default="prompt", help="group that is compared")
     add("--stages", type=int, help="stages of a curriculum, wide gaps first, in column `stage`")
-    add(
-        "--stages_by",
-        choices=("score", "rank"),
-        help="equal ranges of gaps (default), or equally many pairs",
-    )
+    by = "equal ranges of gaps (default), or equally many pairs"
+    add("--stages_by", choices=("score", "rank"), help=by)
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
     add("--seed", type=int, default=0, help="seed of the choice of held-out prompts")
-    add(
-        "--root",
-        default="",
-        metavar="FOLDER",
-        help="where relative paths of the table begin; default: the current folder",
-    )
+    root = "where relative paths of the table begin; default: the current folder"
+    add("--root", default="", metavar="FOLDER", help=root)
     add(
         "--labels",
         action="store_true",
@@ -167,25 +160,14 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
         PAGE,
         SUMMARY,
         TRAIN,
-        labelled,
-        line,
         split,
-        write,
     )
     from flowalign.utils.files import write_text
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
-    labels: Counter[bool] = Counter()
-    for name, choices in ((TRAIN, train), (HELD_OUT, held_out)):
-        (folder / name).unlink(missing_ok=True)
-        rows = [line(job, choice) for choice in choices]
-        if args.labels:
-            rows = labelled(job, choices)
-            labels.update(row["label"] for row in rows)
-        if rows:
-            write(folder, name, rows)
+    labels = _write_rows(args, job, {TRAIN: train, HELD_OUT: held_out})
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
         "table": str(Path(args.table).resolve()),
@@ -213,6 +195,24 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
     write_text(folder / PAGE, page.render(folder.name, job, found, train or held_out, summary))
     write_text(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
     return summary
+
+
+def _write_rows(
+    args: argparse.Namespace, job: "Job", files: Mapping[str, Sequence["Choice"]]
+) -> Counter[bool]:
+    """Write the pairs, or the labels of their media, of every file; count the labels."""
+    from flowalign.curation.pairing.job import labelled, line, write
+
+    labels: Counter[bool] = Counter()
+    for name, choices in files.items():
+        (Path(args.out) / name).unlink(missing_ok=True)
+        rows = [line(job, choice) for choice in choices]
+        if args.labels:
+            rows = labelled(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write(Path(args.out), name, rows)
+    return labels
 
 
 def _print_summary(args: argparse.Namespace, found: "Found", summary: Mapping[str, Any]) -> None:
