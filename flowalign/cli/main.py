@@ -16,6 +16,7 @@ from flowalign.cli import (
     demo,
     doctor,
     evaluate,
+    init,
     pairs,
     reward,
     sample,
@@ -31,6 +32,7 @@ from flowalign.utils.lifeline import end_with_starter
 
 EXAMPLES = """examples:
   flowalign demo                                   align the embedded model on the CPU, minutes
+  flowalign init                                   write a run file by a few questions
   flowalign check configs/shapes.yaml              validate a run file and print what it will cost
   flowalign train configs/shapes.yaml --seed 1 --output_dir runs/seed1
   flowalign train configs/shapes.yaml --resume     go on after a stop or a kill
@@ -44,6 +46,7 @@ EXAMPLES = """examples:
 VERBS: dict[str, ModuleType] = {
     "train": train,
     "demo": demo,
+    "init": init,
     "eval": evaluate,
     "sample": sample,
     "check": check,

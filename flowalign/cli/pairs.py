@@ -13,7 +13,7 @@ from flowalign.utils.console import table as print_table
 
 if TYPE_CHECKING:
     from flowalign.curation.pairing.job import Found, Job
-    from flowalign.curation.pairing.rules import Rule
+    from flowalign.curation.pairing.rules import Choice, Rule
 
 HELP = "Make pairs to train on of a table of scores."
 EXIT_FAILED = 1
@@ -46,18 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max_per_prompt", type=whole(1), help="at most so many pairs; the widest gaps are kept")
     add("--by", choices=("prompt", "record"), default="prompt", help="group that is compared")
     add("--stages", type=whole(2), help="stages of a curriculum, wide gaps first: column `stage`")
-    add(
-        "--stages_by",
-        choices=("score", "rank"),
-        help="equal ranges of gaps (default), or equally many pairs",
-    )
+    by = "equal ranges of gaps (default), or equally many pairs"
+    add("--stages_by", choices=("score", "rank"), help=by)
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
     add("--seed", type=whole(*SEED), default=0, help="seed of the choice of held-out prompts")
+    root = "where relative paths of the table begin; default: the current folder"
+    add("--root", default="", metavar="FOLDER", help=root)
     add(
-        "--root",
-        default="",
-        metavar="FOLDER",
-        help="where relative paths of the table begin; default: the current folder",
+        "--labels",
+        action="store_true",
+        help="write single media as `prompt`, `completion` and `label`, which is true for winners "
+        "(KTO), and leave out those that win and lose",
     )
     add(
         "--mixed_shapes",
@@ -94,6 +93,9 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     if args.stages_by and not args.stages:
         raise ValueError("--stages_by needs --stages")
+    if args.labels and (args.stages or args.rule == "per_dimension"):
+        other = "--stages" if args.stages else "--rule per_dimension"
+        raise ValueError(f"--labels has no use with {other}: a label has no stage or dimension")
     if not 0 <= args.held_out < 1:
         raise ValueError(f"--held_out is {args.held_out:g}; it must be in [0, 1)")
     if args.tolerance is not None and args.rule != "dominance":
@@ -152,16 +154,19 @@ def _parsed(pairs: Sequence[str]) -> dict[str, float]:
 def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, Any]:
     """Write the files, the summary last; returns the summary."""
     from flowalign.curation.pairing import page
-    from flowalign.curation.pairing.job import HELD_OUT, PAGE, SUMMARY, TRAIN, line, split, write
+    from flowalign.curation.pairing.job import (
+        HELD_OUT,
+        PAGE,
+        SUMMARY,
+        TRAIN,
+        split,
+    )
     from flowalign.utils.files import write_text
 
     folder = Path(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = split(job.table, found.choices, args.held_out, args.seed)
-    for name, choices in ((TRAIN, train), (HELD_OUT, held_out)):
-        (folder / name).unlink(missing_ok=True)
-        if choices:
-            write(folder, name, (line(job, choice) for choice in choices))
+    labels = _write_rows(args, job, {TRAIN: train, HELD_OUT: held_out})
     stages = Counter(choice.stage for choice in found.choices) if job.stages else {}
     summary = {
         "table": str(Path(args.table).resolve()),
@@ -180,6 +185,7 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
         "pairs": len(found.choices),
         "train": len(train),
         "held_out": len(held_out),
+        "labels": {"true": labels[True], "false": labels[False]} if args.labels else None,
         "stages_by": job.stages_by if job.stages else None,
         "stages": {str(stage): stages[stage] for stage in sorted(stages)},
         "dropped_media": found.media.summary(),
@@ -190,6 +196,24 @@ def _write(args: argparse.Namespace, job: "Job", found: "Found") -> dict[str, An
     return summary
 
 
+def _write_rows(
+    args: argparse.Namespace, job: "Job", files: Mapping[str, Sequence["Choice"]]
+) -> Counter[bool]:
+    """Write the pairs, or the labels of their media, of every file; count the labels."""
+    from flowalign.curation.pairing.job import labelled, line, write
+
+    labels: Counter[bool] = Counter()
+    for name, choices in files.items():
+        (Path(args.out) / name).unlink(missing_ok=True)
+        rows = [line(job, choice) for choice in choices]
+        if args.labels:
+            rows = labelled(job, choices)
+            labels.update(row["label"] for row in rows)
+        if rows:
+            write(Path(args.out), name, rows)
+    return labels
+
+
 def _print_summary(args: argparse.Namespace, found: "Found", summary: Mapping[str, Any]) -> None:
     from flowalign.curation.pairing.job import HELD_OUT, PAGE, TRAIN
 
@@ -198,6 +222,8 @@ def _print_summary(args: argparse.Namespace, found: "Found", summary: Mapping[st
     rows = {
         name: f"{summary[name]:,}: {folder / file}" for name, file in files.items() if summary[name]
     }
+    if labels := summary["labels"]:
+        rows["labels"] = f"{labels['true']:,} true, {labels['false']:,} false"
     rows |= {
         "media dropped": "\n".join([f"{found.media.total:,}", *found.media.lines()]),
         "pairs dropped": "\n".join([f"{found.pairs.total:,}", *found.pairs.lines()]),

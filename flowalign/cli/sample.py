@@ -27,12 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--weights", metavar="CHECKPOINT", help="folder with trained weights")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", help="may be repeated")
-    prompts.add_argument("--prompts", metavar="FILE", help="one a line, or JSONL with `prompt`")
+    prompts.add_argument(
+        "--prompts", metavar="FILE", help="one a line, or JSONL; - is standard input"
+    )
     add(
         "--out",
-        help="a PNG file for a grid, or a folder; the same one again goes on where it was;"
-        " default: samples.png, with --prompts a folder samples; a grid of clips is a film strip "
-        "as PNG, and moves as .webp, .gif, .mp4 or .webm",
+        help="a file (.png, .jpg, .webp) for a grid or a single picture, or a folder; the same "
+        "folder again goes on where it was; default: samples.png, with --prompts a folder samples; "
+        "a grid of clips is a film strip as .png or .jpg, and moves as .webp, .gif, .mp4 or .webm",
     )
     add("--count", type=whole(1), default=4, help="pictures or clips per prompt, default 4")
     add("--limit", type=whole(1), help="number of prompts, from the first one; default: all")
@@ -46,13 +48,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: The options or the run file need a correction by the user.
     """
-    from flowalign.media.encode import CLIPS
-    from flowalign.runs.sample import write_as_grid, write_folder
+    from flowalign.runs.sample import is_file_name, write_as_grid, write_folder
 
     log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         request = _request(args)
-        grid = request.out.suffix.lower() in (".png", *CLIPS)
+        grid = is_file_name(_out(args), bool(request.fps))
         log((write_as_grid if grid else write_folder)(request))
         return 0
     except ValueError as error:
@@ -65,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
 def _request(args: argparse.Namespace) -> "Request":
     import yaml
 
-    from flowalign.data.prompts import read_prompts
+    from flowalign.data.prompts import read_prompts_once
     from flowalign.runs.config import load
     from flowalign.runs.sample import Request, hash_weights, usual_sampler
 
     run_file, text = load(*settings_of(args))
-    prompts = args.prompt or read_prompts(args.prompts)
+    prompts = args.prompt or read_prompts_once(args.prompts)
     num_steps, micro_batch = usual_sampler(run_file)
     if not (num_steps := args.num_steps or num_steps):
         raise ValueError(
@@ -85,7 +86,6 @@ def _request(args: argparse.Namespace) -> "Request":
         "num_steps": num_steps,
         "seed": seed,
     }
-    out = Path(args.out or ("samples.png" if args.prompt else "samples"))
     return Request(
         run_file,
         settings,
@@ -94,6 +94,10 @@ def _request(args: argparse.Namespace) -> "Request":
         num_steps,
         seed,
         args.weights,
-        out,
+        Path(_out(args)),
         micro_batch,
     )
+
+
+def _out(args: argparse.Namespace) -> str:
+    return args.out or ("samples.png" if args.prompt else "samples")

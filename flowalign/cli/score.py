@@ -20,7 +20,8 @@ from flowalign.utils.lifeline import end_with_starter
 from flowalign.utils.manifest import agree, compare
 
 if TYPE_CHECKING:
-    from flowalign.curation.scoring.job import Job, RunningStats, Speed, Watch
+    from flowalign.curation.scoring.job import Job, Watch
+    from flowalign.curation.scoring.stats import RunningStats, Speed
     from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of media."
@@ -28,23 +29,19 @@ EXIT_FAILED, EXIT_WRONG = 1, 2
 _SECONDS_BETWEEN_LINES, _THREADS = 5.0, min(8, os.cpu_count() or 1)
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
 _PASSED_ON = (
-    "rewards",
-    "out",
-    "schema",
-    "root",
-    "format",
-    "batch_size",
-    "workers",
-    "limit",
-    "max_frames",
-    "max_failed_fraction",
+    *("rewards", "out", "schema", "root", "format", "batch_size", "workers", "limit"),
+    *("max_frames", "max_failed_fraction"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `flowalign score`."""
     add = parser.add_argument
-    add("data", help="folder of media or parquet files, or a .jsonl, .json, .csv, .parquet file")
+    add(
+        "data",
+        help="folder of media, parquet or tar files, or one that `datasets` saved; or a .jsonl, "
+        ".json, .csv, .parquet or .tar file, or a quoted pattern of some: 'shards/{000..012}.tar'",
+    )
     add("--rewards", required=True, help="YAML file with a list `rewards:`, or one dotted path")
     add("--out", required=True, metavar="FOLDER", help="a folder of an earlier run is resumed")
     add("--schema", default="auto", help="default: detected by the columns")
@@ -117,8 +114,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _run_one(args: argparse.Namespace) -> int:
     """Run the whole job, or one shard of it."""
-    from flowalign.curation.scoring.job import Job, Speed
+    from flowalign.curation.scoring.job import Job
     from flowalign.curation.scoring.rows import fingerprint
+    from flowalign.curation.scoring.stats import Speed
     from flowalign.curation.scoring.table import alone
     from flowalign.data.readers import open_dataset
     from flowalign.rewards.checked import load
@@ -149,7 +147,8 @@ def _run_one(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
-    from flowalign.curation.scoring.job import TooManyFailed, run, summarise
+    from flowalign.curation.scoring.job import run, summarise
+    from flowalign.curation.scoring.stats import TooManyFailed
 
     try:
         with _meter(job) as watch:
@@ -189,7 +188,8 @@ def _run_several(args: argparse.Namespace) -> int:
 
 def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
     from flowalign.curation.scoring import page as score_page
-    from flowalign.curation.scoring.job import TooManyFailed, finish
+    from flowalign.curation.scoring.job import finish
+    from flowalign.curation.scoring.stats import TooManyFailed
     from flowalign.curation.scoring.table import Parts
     from flowalign.data.readers import open_dataset
 
@@ -204,9 +204,8 @@ def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str,
         else "none valid"
         for dim, known in stats.summary()["dimensions"].items()
     }
-    reasons = {
-        why: f"{count} row{'s' * (count > 1)}" for why, count in stats.reasons.most_common(5)
-    }
+    most = stats.reasons.most_common(5)
+    reasons = {why: f"{count} row{'s' * (count > 1)}" for why, count in most}
     title = f"{stats.rows} rows, {stats.failed} failed: {folder / f'scores.{args.format}'}"
     table(title, rows | reasons | {"page": str(page)})
     try:
@@ -257,9 +256,8 @@ def _device(i: int) -> list[str]:
     count = torch.cuda.device_count()
     if count < 2:
         return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(k) for k in range(count)]
-    return ["env", f"CUDA_VISIBLE_DEVICES={names[i % count]}"]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return ["env", f"CUDA_VISIBLE_DEVICES={names.split(',')[i % count]}"]
 
 
 def _last_line(log: Path) -> str:
@@ -270,17 +268,14 @@ def _last_line(log: Path) -> str:
 @contextlib.contextmanager
 def _meter(job: "Job") -> Iterator["Watch"]:
     """Show progress: a bar on a terminal; in a log, a line at most every 5 seconds."""
-    total = job.dataset.size()
-    if total is not None:
-        total = min(total, job.limit or total) // job.shard[1]
     columns = (
-        TextColumn("rows"),
+        TextColumn("records"),
         MofNCompleteColumn(),
         BarColumn(None),
         TextColumn("{task.fields[status]}"),
     )
     bar = Progress(*columns, console=Console(), expand=True, disable=not Console().is_terminal)
-    task = bar.add_task("", total=total, status="")
+    task = bar.add_task("", total=job.share(), status="")
     printed_at = time.monotonic()
 
     def watch(stats: "RunningStats", speed: "Speed") -> None:
@@ -290,7 +285,7 @@ def _meter(job: "Job") -> Iterator["Watch"]:
             f"{stats.failed} failed  {now['rows_per_second']:.1f} rows/s  "
             f"{now['share_in_model']:.0%} in the model"
         )
-        bar.update(task, completed=stats.rows, status=status)
+        bar.update(task, completed=stats.records, status=status)
         if bar.disable and time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
             bar.console.print(f"{stats.rows} rows  {status}", markup=False, highlight=False)
             printed_at = time.monotonic()

@@ -18,7 +18,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from torch import Tensor
 
 from flowalign.media.frame_sampling import Choice, MediaProblem, Shown, mean_rate
-from flowalign.media.media import PICTURES, VIDEOS, Media
+from flowalign.media.media import PICTURES, VIDEOS, Media, missing
 from flowalign.media.orientation import Orientation
 
 __all__ = [
@@ -72,7 +72,7 @@ def decode(
     if path and path.is_dir():
         return _folder(path, medium.fps, choice)
     if path and not path.is_file():
-        raise MediaProblem(f"missing file: {path}")
+        raise MediaProblem(missing(path))
     source = path or io.BytesIO(medium.data or b"")
     name = str(path) if path else f"{len(medium.data or b'')} bytes"
     if is_video(medium):

@@ -4,12 +4,17 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
 
-from flowalign.media.encode import write_clip
-from flowalign.media.thumbnails import first_to_last
+from flowalign.media.encode import CLIPS, write_clip
+from flowalign.media.thumbnails import bytes_of, first_to_last
 from flowalign.utils.files import atomic_write
 
+PICTURE_FILES = (".png", ".jpg", ".jpeg", ".webp")
+"""File name extensions that `write_picture` supports."""
+_KINDS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_OPTIONS = {"PNG": {}, "JPEG": {"quality": 95}, "WEBP": {"lossless": True}}
 PADDING = 2
 """Pixels around every image of a grid, and around every frame of a film strip."""
 STRIP = 6
@@ -21,19 +26,19 @@ def write_grid(
 ) -> str:
     """Write images, or clips if there is `fps`, in rows of `columns`; return what the file shows.
 
-    A PNG file of clips holds a film strip of each, below each other; in any other file they play,
-    in rows as images are. The file is written atomically.
+    A .png or .jpg file of clips holds a film strip of each, below each other; in any other file
+    they play, in rows as images are. The file is written atomically.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     num, num_frames = media.shape[:2]
-    if fps and path.suffix.lower() != ".png":
+    if fps and path.suffix.lower() in CLIPS:
         write_clip(path, torch.stack([grid(frames, columns) for frames in media.unbind(1)]), fps)
         return f"{num} clips, {columns} a row"
     if fps:
         shown = first_to_last(num_frames, STRIP)
-        _save(path, grid(media[:, shown].flatten(0, 1), len(shown)))
+        write_picture(path, grid(media[:, shown].flatten(0, 1), len(shown)))
         return f"{num} clips, a row of {len(shown)} of {num_frames} frames each"
-    _save(path, grid(media[:, 0], columns))
+    write_picture(path, grid(media[:, 0], columns))
     return f"{num} pictures, {columns} a row"
 
 
@@ -46,8 +51,12 @@ def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h
     return make_grid(pictures, nrow=columns, padding=PADDING)
 
 
-def _save(path: Path, picture: Float[Tensor, "3 h w"]) -> None:
-    from torchvision.utils import save_image
+def write_picture(path: Path, picture: Float[Tensor, "3 h w"], alone: bool = False) -> None:
+    """Write RGB in [0, 1] in the format that the extension of the name says; JPEG alone has loss.
 
-    with atomic_write(path) as partial:
-        save_image(picture, partial, format="png")
+    The file is written atomically; for `alone` see `atomic_write`.
+    """
+    kind = _KINDS[path.suffix.lower()]
+    image = Image.fromarray(bytes_of(picture).permute(1, 2, 0).numpy())
+    with atomic_write(path, alone) as partial:
+        image.save(partial, format=kind, **_OPTIONS[kind])

@@ -1,6 +1,7 @@
 """Describe an image or a video as it is stored."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"})
 
@@ -19,3 +20,10 @@ class Media:
     """Frames per second, for files that do not state it."""
     digest: str | None = None
     """SHA-256 of the file in hexadecimal, once it has been read."""
+
+
+def missing(path: Path) -> str:
+    """Return what is wrong with a path at which there is no file: kind, colon, details."""
+    if path.is_symlink():
+        return f"broken link: {path} points to {path.readlink()}"
+    return f"missing file: {path}"

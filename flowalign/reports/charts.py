@@ -77,7 +77,8 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
 def weights_in(config: Path) -> dict[str, float] | None:
     """Read the weights of the reward dimensions from a run file."""
     content = read_yaml(config) if config.exists() else None
-    return content.get("reward_weights") if isinstance(content, dict) else None
+    found = content.get("reward_weights") if isinstance(content, dict) else None
+    return found and {dim: weight for dim, weight in found.items() if weight is not None}
 
 
 def _changes(series: Lines, weights: Mapping[str, float]) -> Lines:

@@ -10,6 +10,7 @@ from flowalign.types import RewardModel
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.ranges import out_of_range
+from flowalign.utils.setting_groups import check_groups
 from flowalign.utils.strict_yaml import read_yaml
 
 
@@ -38,6 +39,7 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
         if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
             raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
         parsed = parser.parse_object(content)
+        check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, _File):
             raise ConfigError(f"{source}: {key} is {what}")
         models = parser.instantiate_classes(parsed)["rewards"]

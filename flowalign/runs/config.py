@@ -1,7 +1,5 @@
 """Turn YAML and command line into a typed `Run`; a component's constructor is its schema."""
 
-import difflib
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from flowalign.data.prompts import read_metadata
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
+from flowalign.runs.mistakes import readable
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
@@ -23,6 +22,11 @@ from flowalign.types import Policy, RewardModel
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
+from flowalign.utils.setting_groups import (
+    check_arguments,
+    check_groups,
+    with_whole_option,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +59,9 @@ class Run:
     `flowalign.training.Matching` or your own."""
     rewards: list[RewardModel] = field(default_factory=list)
     """Reward models, by dotted path."""
-    reward_weights: dict[str, FiniteFloat] = field(default_factory=dict)
-    """Weight per reward dimension; unnamed dimensions are only logged."""
+    reward_weights: dict[str, FiniteFloat | None] = field(default_factory=dict)
+    """Weight per reward dimension; unnamed dimensions are only logged, as are those with null,
+    which takes back a weight that an earlier file gives."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)
@@ -103,7 +108,7 @@ class Run:
                     raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
         rewards = Rewards(
             self.rewards,
-            self.reward_weights,
+            {dim: weight for dim, weight in self.reward_weights.items() if weight is not None},
             self.recipe.on_failed_reward,
             costs or Costs(),
             metadata,
@@ -177,9 +182,11 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
     origins = {**composed.origins, **dict.fromkeys(given, "command line")}
     try:
+        check_arguments(composed.values)
         parsed = parser.parse_args(
             ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
         )
+        check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, Run):
             raise ConfigError(f"{origin_of(origins, key) or shown}: {key} is {what}")
         text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
@@ -188,7 +195,8 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(_readable(str(error), shown, parser, origins)) from error
+        message = with_whole_option(str(error), dashed)
+        raise ConfigError(readable(message, shown, parser, origins)) from error
     return Loaded(run, text, origins)
 
 
@@ -216,89 +224,3 @@ def _with_dashes(overrides: Sequence[str]) -> list[str]:
         else:
             dashed[-1] += f"={part}"
     return dashed
-
-
-def _readable(message: str, config: str, parser: ArgumentParser, origins: Mapping[str, str]) -> str:
-    """Name the file and key of a mistake, what it is, and suggest what was meant."""
-    lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
-    keys = [found[1] for line in lines if (found := _KEY.match(line))]
-    key = ".".join(keys)
-    file = origin_of(origins, _inside(key, _unknown_option(message) or "")) or config
-    hint = _did_you_mean(message, key, parser)
-    where = f"{file}: {key}" if keys else file
-    return "\n".join([f"{where}: {_what(lines, bool(keys))}", *([hint] if hint else [])])
-
-
-def _what(lines: Sequence[str], has_key: bool) -> str:
-    """Return what is wrong: if its key is known, the innermost line that says anything."""
-    wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
-    what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
-    given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
-    if what.startswith("Expected") and "Got value" not in what and given not in what:
-        what += f", not {given}"
-    return what if len(what) <= _LONGEST else f"{what[:_LONGEST]}..."
-
-
-_LONGEST = 400
-_KEY = re.compile(r'Parser key "([\w.]+)":$')
-_NOISE = re.compile(
-    r"Does not validate against any|Subtypes:|Errors:|Expected a <class '(NoneType|list)'>|"
-    r"Given value type:|Given value: |Problem with given class_path '[\w.]+':$|"
-    r"Subclass types expect one of:|a class path \(str\)|a dict with|Parser key .*Unable to load"
-)
-_UNKNOWN = re.compile(
-    r"(?:unrecognized arguments: -*|ambiguous option: -*|"
-    r"Group '([\w.]+)' does not accept option '|Option ')([\w.]+)"
-)
-_MISPLACED = {
-    "Not a valid subclass of": "settings of a component stand under its init_args",
-    " is abstract": "name a class_path here, or a run file before this one that does",
-}
-"""Advice about errors of components as a whole."""
-
-
-def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
-    """The nearest allowed names to the one that an error message complains about below a key."""
-    if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
-        return _nearest(found[2], dir(importlib.import_module(found[1])))
-    if option := _unknown_option(message):
-        paths = re.findall(r"class_path '([\w.]+)'", message)
-        known = _options(_parser_of(paths[-1]) if paths else parser)
-        return _nearest(option, [_inside(key, name) for name in known], key)
-    return next((hint for words, hint in _MISPLACED.items() if words in message), None)
-
-
-def _unknown_option(message: str) -> str | None:
-    """Return the option that a run or a component does not have, as that one names it."""
-    found = _UNKNOWN.search(message)
-    return _inside(found[1] or "", found[2]) if found else None
-
-
-def _nearest(word: str, known: Sequence[str], key: str = "") -> str:
-    """Names like `word`, which stands below `key`, or all that are allowed in its place."""
-    parent, _, last = _inside(key, word).rpartition(".")
-    beside = {k.rpartition(".")[2]: k for k in known if k.rpartition(".")[0] == parent}
-    beside = {name: k for name, k in beside.items() if not name.startswith("_")}
-    if not beside and parent != key:  # it stands in something that is unknown itself
-        return _nearest(word.rpartition(".")[0], known, key)
-    near = difflib.get_close_matches(last, beside, n=3, cutoff=0.5)
-    if near:
-        return f"did you mean {' or '.join(beside[name] for name in near)}?"
-    return f"allowed here: {', '.join(beside)[:200] or 'nothing'}"
-
-
-def _inside(key: str, name: str) -> str:
-    """Return the dotted name of `name` below `key`, either of which may be empty."""
-    return ".".join(part for part in (key, name) if part)
-
-
-def _parser_of(class_path: str) -> ArgumentParser:
-    """Return a parser of the settings of one component, those of its groups included."""
-    module, _, name = class_path.rpartition(".")
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(getattr(importlib.import_module(module), name), None)
-    return parser
-
-
-def _options(parser: ArgumentParser) -> list[str]:
-    return [action.dest for action in parser._actions if not action.dest.endswith("help")]

@@ -14,18 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
 from flowalign.distributed.processes import join
-from flowalign.media.encode import write_clip
-from flowalign.media.image_grid import write_grid
-from flowalign.media.thumbnails import bytes_of
+from flowalign.media.encode import CLIPS, write_clip
+from flowalign.media.image_grid import PICTURE_FILES, write_grid, write_picture
 from flowalign.runs.config import Run
 from flowalign.sampling.rollout import generate
 from flowalign.utils.console import Progress
-from flowalign.utils.files import atomic_write, write_text
+from flowalign.utils.files import write_text
 from flowalign.utils.manifest import agree
 from flowalign.utils.seeds import generator
 
@@ -106,14 +104,42 @@ def usual_sampler(run: Run) -> tuple[int, int]:
     return run.recipe.sampler or (0, DECODED_AT_ONCE)
 
 
+def is_file_name(out: str, clips: bool) -> bool:
+    """Return whether a name is that of a file to show pictures or clips in, and not of a folder.
+
+    Raises:
+        ValueError: It is that of a file that pictures or clips are not written to.
+    """
+    path = Path(out)
+    if out.endswith("/") or path.is_dir():
+        return False
+    if path.exists() and not path.suffix:
+        raise ValueError(f"--out {out} is a file; pictures and clips go to a folder")
+    if not path.suffix[1:2].isalpha():  # "samples" and "sd3.5" are folders
+        return False
+    known = tuple(dict.fromkeys((*PICTURE_FILES, *CLIPS))) if clips else PICTURE_FILES
+    if path.suffix.lower() not in known:
+        raise ValueError(
+            f"--out {out}: the model makes {'clips' if clips else 'pictures'}, of which a file is "
+            f"{', '.join(known)};\na folder whose name has a dot is written {out}/"
+        )
+    return True
+
+
 def write_as_grid(request: Request) -> str:
-    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each."""
-    if request.out.suffix.lower() != ".png" and not request.fps:
-        raise ValueError(f"{request.out}: the model makes pictures, whose grid is a .png file")
+    """Write one picture with a row per prompt; of clips a moving one, or a film strip of each.
+
+    A single picture is written as it is, without a frame.
+    """
     request.load()
     prompts = [prompt for prompt in request.prompts for _ in range(request.count)]
     seeds = [generator(request.seed, "sample", i) for i in range(len(prompts))]
-    what = write_grid(request.out, request.media(prompts, seeds), request.count, request.fps)
+    media = request.media(prompts, seeds)
+    if len(media) == 1 and not request.fps:
+        request.out.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(request.out, media[0, 0])
+        return f"1 picture: {request.out}"
+    what = write_grid(request.out, media, request.count, request.fps)
     return f"{what}: {request.out}"
 
 
@@ -184,9 +210,7 @@ def _write(file: Path, frames: Tensor, fps: float | None) -> None:
     if fps:
         write_clip(file, frames, fps)
         return
-    picture = Image.fromarray(bytes_of(frames[0]).permute(1, 2, 0).numpy())
-    with atomic_write(file, alone=True) as partial:
-        picture.save(partial, format="PNG")
+    write_picture(file, frames[0], alone=True)
 
 
 def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:

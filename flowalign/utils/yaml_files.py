@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.files import bundled
 from flowalign.utils.ranges import out_of_range
+from flowalign.utils.setting_groups import check_groups, with_whole_option
 from flowalign.utils.strict_yaml import read_yaml
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ def load_typed(
     dashed = [o if o.startswith("-") or "=" not in o else f"--{o}" for o in overrides]
     try:
         parsed = parser.parse_args(["--config", yaml.safe_dump(content, sort_keys=False), *dashed])
+        check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, kind):
             raise ConfigError(f"{config}: {key} is {what}")
         text = parser.dump(parsed, skip_none=False)
@@ -45,5 +47,6 @@ def load_typed(
     except (ValueError, TypeError, ArgumentError, yaml.YAMLError) as error:
         if isinstance(error, ConfigError):
             raise
-        lines = [line.strip(" -") for line in str(error).splitlines() if line.strip()]
+        message = with_whole_option(str(error), dashed)
+        lines = [line.strip(" -") for line in message.splitlines() if line.strip()]
         raise ConfigError("\n".join([f"{config}:", *lines[-3:]])) from error

@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from flowalign.cli import pairs as command
 from flowalign.data.preference.convert import read_pairs
+from flowalign.data.readers import open_dataset
 from flowalign.utils.errors import ConfigError
 
 pytestmark = pytest.mark.slow
@@ -194,6 +195,25 @@ def test_the_trainer_reads_what_was_written(tmp_path):
         assert one.gap == pytest.approx(gap, rel=1e-12)
 
 
+def test_labels_are_of_single_media_that_only_win_or_only_lose(tmp_path, capsys):
+    """Of 5, 4, 6.5 and 4.5, 6.5 wins thrice; 5 loses to it and wins over 4."""
+    found = made(tmp_path, "--rule", "gap", "--min_gap", 0.75, "--dimensions", "beauty", "--labels")
+    labels = [(Path(row["completion"]).stem, row["label"]) for row in found]
+    assert labels == [("01", False), ("02", True), ("03", False), ("10", False), ("11", True)]
+    assert found[1] == {
+        "prompt": "a cat",
+        "completion": str(tmp_path / "02.png"),
+        "label": True,
+        "scores": {"beauty": 6.5},
+    }
+    assert "2 true, 3 false" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["labels"] == {"true": 2, "false": 3}
+    records = list(open_dataset(str(tmp_path / "out" / "train.jsonl")))
+    assert [record.metadata["desirable"] for record in records] == [label for _, label in labels]
+    assert records[1].media[0].path == str(tmp_path / "02.png")
+
+
 def test_relative_paths_begin_at_the_root(tmp_path, monkeypatch):
     table = scored(tmp_path, TWO)
     found = rows(table / "scores.jsonl")
@@ -336,6 +356,8 @@ BOTH = ("--weights", "beauty=1", "alignment=1")
         ((*GAP, "--weights", "beauty=-1"), "--weights beauty=-1; weights must be above 0"),
         ((*GAP, "--weights", "beauty=nan"), "weights must be above 0"),
         (("--rule", "per_dimension", *BOTH), "--weights has no use with --rule per_dimension"),
+        (("--rule", "per_dimension", "--labels"), "--labels has no use with --rule per_dimension"),
+        ((*GAP, *BEAUTY, "--labels", "--stages", 2), "--labels has no use with --stages"),
         ((*GAP, *BEAUTY, "--tolerance", 0.1), "--tolerance is of --rule dominance"),
         (("--rule", "dominance", *BOTH, "--tolerance", -1), "--tolerance is -1"),
         ((*GAP, *BEAUTY, "--min_gap", -1), "--min_gap is -1; it must be at least 0"),

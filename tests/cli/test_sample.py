@@ -2,6 +2,7 @@
 
 import argparse
 import filecmp
+import io
 import json
 import os
 from pathlib import Path
@@ -320,6 +321,63 @@ def test_a_grid_has_a_row_for_each_prompt(sample, tmp_path, capsys):
     assert np.array_equal(grid[6:8, 7:10], expected)
 
 
+@pytest.mark.parametrize("ending", ["jpg", "JPEG", "webp", "png"])
+def test_a_grid_is_of_the_format_that_its_name_says(sample, tmp_path, ending):
+    out = tmp_path / f"grid.{ending}"
+    sample("--prompt", "bb", "--count", 3, "--out", out)
+    found = Image.open(out)
+    assert found.format == {"jpg": "JPEG"}.get(ending, ending.upper())
+    sample("--prompt", "bb", "--count", 3, "--out", tmp_path / "same.png")
+    exact = np.asarray(Image.open(tmp_path / "same.png")).astype(int)
+    apart = np.abs(np.asarray(found.convert("RGB")).astype(int) - exact).max()
+    assert apart == 0 if ending in ("png", "webp") else apart < 60
+
+
+def test_a_single_picture_is_written_without_a_frame(sample, tmp_path, capsys):
+    sample("--prompt", "bb", "--count", 1, "--out", tmp_path / "new" / "one.png")
+    assert "1 picture: " in capsys.readouterr().err
+    policy = Tinted()
+    latents = generate(policy, ["bb"], 4, [generator(3, "sample", 0)], 1)
+    expected = (policy.decode(latents)[0, 0] * 255).round().byte().permute(1, 2, 0).numpy()
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "new" / "one.png")), expected)
+
+
+@pytest.mark.parametrize("name", ["out", "sd3.5", "run.final/", "there.png"])
+def test_names_of_folders_may_have_dots(sample, tmp_path, name):
+    (tmp_path / "there.png").mkdir()
+    assert sample("--count", 1, "--limit", 1, "--out", f"{tmp_path}/{name}") == 0
+    assert [row["id"] for row in listing(tmp_path / name)] == ["000000-00"]
+
+
+@pytest.mark.parametrize("name", ["grid.gif", "grid.mp4", "grid.bmp", "grid.tiff", "run.final"])
+def test_a_file_of_another_kind_is_refused_before_anything_is_loaded(
+    sample, tmp_path, monkeypatch, name
+):
+    monkeypatch.setattr(Tinted, "load", pytest.fail)
+    kinds = r"a file is \.png, \.jpg, \.jpeg, \.webp;"
+    with pytest.raises(ConfigError, match=rf"{name}: the model makes pictures, of which {kinds}"):
+        sample("--prompt", "bb", "--out", tmp_path / name)
+    clips = r"the model makes clips, .*\.webp, \.mp4, \.webm, \.gif;"
+    if name not in ("grid.gif", "grid.mp4"):
+        with pytest.raises(ConfigError, match=clips):
+            sample("--prompt", "bb", *VIDEO, "--out", tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_file_where_a_folder_is_meant_is_refused(sample, tmp_path, monkeypatch):
+    monkeypatch.setattr(Tinted, "load", pytest.fail)
+    (tmp_path / "out").write_text("keep")
+    with pytest.raises(ConfigError, match="out is a file; pictures and clips go to a folder"):
+        sample("--out", tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "keep"
+
+
+def test_prompts_can_be_piped(sample, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"aaa\nb\n")))
+    sample("--prompts", "-", "--count", 1, "--out", tmp_path / "out")
+    assert [row["prompt"] for row in listing(tmp_path / "out")] == ["aaa", "b"]
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -414,6 +472,8 @@ def test_a_grid_of_clips_stands_still_as_png_and_moves_as_anything_else(sample, 
     assert strips.shape == (6 * (2 + 2) + 2, 5 * (4 + 2) + 2, 3)
     expected = clip_of("c" * 9, 4)[3].permute(1, 2, 0).numpy()
     assert np.allclose(strips[18:20, 20:24] / 255, expected, atol=1 / 255)
+    sample(*argv, tmp_path / "grid.jpg")
+    assert Image.open(tmp_path / "grid.jpg").size == strips.shape[1::-1]
     for ending in ("webp", "gif", "mp4", "webm"):
         sample(*argv, tmp_path / f"grid.{ending}")
         assert "6 clips, 3 a row" in capsys.readouterr().err
@@ -422,11 +482,3 @@ def test_a_grid_of_clips_stands_still_as_png_and_moves_as_anything_else(sample, 
         assert found.fps == pytest.approx(12.5)
         shade = found.frames[3, :, 6:8, 8:12].mean((1, 2))
         torch.testing.assert_close(shade, torch.tensor(expected[0, 0]), atol=0.02, rtol=0)
-
-
-def test_a_moving_grid_of_pictures_is_refused_before_anything_is_loaded(
-    sample, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(Tinted, "load", pytest.fail)
-    with pytest.raises(ConfigError, match=r"grid.gif: the model makes pictures"):
-        sample("--prompt", "bb", "--out", tmp_path / "grid.gif")

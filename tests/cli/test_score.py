@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -97,6 +98,33 @@ def test_a_job_that_stops_early_leaves_a_summary(tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert (summary["status"], summary["rows"], summary["failed"]) == ("stopped", 104, 100)
     assert not (out / "scores.parquet").exists()
+
+
+def test_broken_links_are_counted_as_failed_rows(tmp_path, capsys):
+    folder, out = tmp_path / "media", tmp_path / "out"
+    folder.mkdir()
+    for k in range(9):
+        picture(folder / f"{k}.png", k)
+    (folder / "9.png").symlink_to("gone.png")
+    assert score(folder, "--rewards", REWARD, "--out", out) == 1
+    assert "1 of 10 rows failed" in capsys.readouterr().err
+    assert rows(out)[9]["reason"] == f"broken link: {folder / '9.png'} points to gone.png"
+    assert score(folder, "--rewards", REWARD, "--out", out, "--max_failed_fraction", 0.1) == 0
+
+
+def test_shards_of_tar_files_are_scored_and_shown(tmp_path):
+    for k in range(3):
+        picture(tmp_path / f"{k}.png", k)
+        (tmp_path / f"{k}.txt").write_text(f"prompt {k}")
+        with tarfile.open(tmp_path / f"{k:02}.tar", "w") as archive:
+            for ending in ("png", "txt"):
+                archive.add(tmp_path / f"{k}.{ending}", f"{k}.{ending}")
+    data, out = f"{tmp_path}/{{00..02}}.tar", tmp_path / "out"
+    assert score(data, "--rewards", REWARD, "--out", out, "--processes", 2) == 0
+    assert [row["record"] for row in rows(out)] == ["00/0", "01/1", "02/2"]
+    assert [row["prompt"] for row in rows(out)] == ["prompt 0", "prompt 1", "prompt 2"]
+    assert all(row["brightness_valid"] and row["path"] is None for row in rows(out))
+    assert "data:image/" in (out / "scores.html").read_text()
 
 
 def test_other_settings_are_refused_by_name_before_anything_is_loaded(tmp_path, monkeypatch):

@@ -13,7 +13,8 @@ from flowalign.curation.clip_pairs.job import finish as pairs_made
 from flowalign.curation.clip_pairs.job import run as make_pairs
 from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.run import ClipPairs
-from flowalign.curation.scoring.job import Job, Speed, TooManyFailed, finish, run
+from flowalign.curation.scoring.job import Job, finish, run
+from flowalign.curation.scoring.stats import Speed, TooManyFailed
 from flowalign.data.latents.encode_once import LatentCache
 from flowalign.data.preference.convert import read_pairs
 from flowalign.data.readers import open_dataset

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from flowalign.curation.scoring import job as scoring
-from flowalign.curation.scoring.job import Job, RunningStats, Speed, TooManyFailed, finish, run
+from flowalign.curation.scoring.job import Job, finish, run
+from flowalign.curation.scoring.stats import RunningStats, Speed, TooManyFailed
 from flowalign.curation.scoring.table import Parts, alone
 from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
@@ -260,7 +261,7 @@ def test_a_job_stops_after_the_block_in_which_too_many_rows_have_failed(tmp_path
 
 def test_few_rows_are_judged_at_the_end_only():
     tally = RunningStats()
-    tally.add({"reason": "x: y", "a": None, "a_valid": False})
+    tally.add({"medium": 0, "reason": "x: y", "a": None, "a_valid": False})
     tally.check(0.0, at_least=2)
     with pytest.raises(TooManyFailed, match=r"1 of 1 rows failed"):
         tally.check(0.99)
@@ -270,8 +271,8 @@ def test_few_rows_are_judged_at_the_end_only():
 def test_the_summary_has_the_moments_of_the_valid_scores():
     tally, values = RunningStats(), [0.5, -2.0, 3.25]
     for value in (*values, None):
-        row = {"reason": None if value else "b: c; d", "a": value, "a_valid": value is not None}
-        tally.add(row)
+        reason, valid = None if value else "b: c; d", value is not None
+        tally.add({"medium": 0, "reason": reason, "a": value, "a_valid": valid})
     told = tally.summary()
     assert told["dimensions"]["a"] == {
         "valid": 3,
@@ -281,6 +282,19 @@ def test_the_summary_has_the_moments_of_the_valid_scores():
         "max": 3.25,
     }
     assert (told["failed_fraction"], told["reasons"]) == (0.25, {"b": 1, "d": 1})
+
+
+@pytest.mark.parametrize(("limit", "n"), [(None, 1), (None, 2), (None, 3), (None, 4), (17, 2)])
+def test_a_shard_knows_how_many_records_it_will_score(tmp_path, limit, n):
+    """21 records are blocks of 8, 8 and 5, which no number of shards divides evenly."""
+    data, seen = pairs(tmp_path, 21), []
+    for i in range(n):
+        what = job(data, tmp_path / "out", Brightness(), shard=(i, n), limit=limit)
+        last = RunningStats()
+        run(what, lambda tally, _, last=last: vars(last).update(vars(tally)), Speed())
+        assert what.share() == last.records
+        seen.append(what.share())
+    assert sum(seen) == (limit or 21)
 
 
 def test_a_folder_made_with_other_settings_is_refused_by_name(tmp_path):

@@ -289,6 +289,17 @@ def test_a_wrong_override_is_refused_and_never_taken_for_an_abbreviation(overrid
     assert meant in complaint(SHAPES, *override)
 
 
+def test_null_takes_back_the_weight_of_an_earlier_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"extends: {SHAPES}\nreward_weights: {{strict: null, clean: 2.0}}\n")
+    rewards = load(str(file))[0].build_rewards()
+    assert rewards.weights[rewards.dims.index("strict")] == 0
+    assert rewards.weights[rewards.dims.index("clean")] == 2
+    dims = ("strict", "colour", "shape", "count", "position", "clean")
+    everything = f"reward_weights={{{', '.join(f'{dim}: null' for dim in dims)}}}"
+    assert "weigh" in complaint(SHAPES, everything)
+
+
 def test_the_resolved_config_reloads_to_itself_and_to_the_same_run(tmp_path):
     overrides = [
         "--recipe.sampling.eta=0.25",

@@ -149,6 +149,23 @@ def line(job: Job, choice: Choice) -> dict[str, Any]:
     return row | {"stage": choice.stage} if job.stages else row
 
 
+def labelled(job: Job, choices: Sequence[Choice]) -> list[dict[str, Any]]:
+    """Return rows of schema kto: each medium of the pairs once, and whether it won.
+
+    A medium that wins one pair and loses another is left out.
+    """
+    won, lost = {c.winner for c in choices}, {c.loser for c in choices}
+    return [
+        {
+            "prompt": job.table.media[row].prompt,
+            "completion": job.table.media[row].path,
+            "label": row in won,
+            "scores": scores(job, row),
+        }
+        for row in sorted(won ^ lost)
+    ]
+
+
 def scores(job: Job, row: int) -> dict[str, float]:
     """Return the finite scores of a row by dimension, with the total if the rule compares it."""
     values = job.table.scores[row]

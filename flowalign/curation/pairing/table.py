@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.readers.rows import FORMATS, Row
+from flowalign.data.readers.files import FORMATS
+from flowalign.data.readers.rows import Row
 
 _NEEDED = ("record", "medium", "prompt", "path")
 _TABLES = ("scores.parquet", "scores.jsonl")

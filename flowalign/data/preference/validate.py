@@ -17,7 +17,7 @@ from flowalign.media.decode import (
     moving_pictures,
     num_frames_of,
 )
-from flowalign.media.media import Media
+from flowalign.media.media import Media, missing
 from flowalign.media.orientation import Orientation
 
 _ORIENTATION = 0x0112
@@ -115,7 +115,7 @@ class Inspection:
         if medium.path not in self._sizes:
             path = Path(medium.path)
             if not path.exists():
-                raise MediaProblem(f"missing file: {medium.path}")
+                raise MediaProblem(missing(path))
             files = frame_files(path) if path.is_dir() else [path]
             self._sizes[medium.path] = sum(file.stat().st_size for file in files)
         return self._sizes[medium.path]

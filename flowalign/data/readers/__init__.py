@@ -8,7 +8,8 @@ from pathlib import Path
 
 from flowalign.data.readers.dense_dpo import DENSE_DPO
 from flowalign.data.readers.fields import Fields
-from flowalign.data.readers.folder import is_medium, read_folder
+from flowalign.data.readers.files import FORMATS, ending_of, find_files
+from flowalign.data.readers.folder import files_below, read_folder
 from flowalign.data.readers.generic import GENERIC
 from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
 from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
@@ -17,7 +18,7 @@ from flowalign.data.readers.local_dpo import LOCAL_DPO
 from flowalign.data.readers.pairs import GENAI_BENCH, VIDEO_GEN
 from flowalign.data.readers.pick_a_pic import PICK_A_PIC
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
-from flowalign.data.readers.rows import FORMATS, Row, RowProblem, count
+from flowalign.data.readers.rows import Row, RowProblem, count
 from flowalign.data.readers.schema import Schema
 from flowalign.data.readers.vision_reward import VISION_REWARD, VISION_REWARD_PAIRS
 from flowalign.data.records import Record
@@ -42,7 +43,6 @@ SCHEMAS = {
     )
 }
 _ROWS_LOOKED_AT = 20
-_LISTINGS = ("metadata.jsonl", "captions.jsonl", "metadata.csv")
 _IDENTIFYING_BYTES = 1 << 20
 
 
@@ -83,9 +83,8 @@ class Dataset:
         """Return a hash of the files' names and sizes, and of how each begins and ends."""
         found = hashlib.sha256()
         for file in self.files:
-            inside = sorted(file.rglob("*")) if file.is_dir() else [file]
-            for path in (path for path in inside if path.is_file()):
-                size = path.stat().st_size
+            for path in files_below(file) if file.is_dir() else [file]:
+                size = path.stat().st_size if path.exists() else 0  # a link may point nowhere
                 found.update(f"{path.relative_to(file.parent).as_posix()} {size}\n".encode())
                 if path is file:
                     found.update(_ends(path, size))
@@ -93,8 +92,9 @@ class Dataset:
 
 
 def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Dataset:
-    """Open a folder of media or of parquet files, or a .jsonl, .json, .csv or .parquet file.
+    """Open a folder of media, a dataset that `datasets` saved, tables, or shards in tar files.
 
+    The path may be a pattern of files of one format, such as `shards/{000..012}.tar`.
     `schema="auto"` is detected by the columns; relative paths begin at `root`, or beside the file.
 
     Raises:
@@ -104,7 +104,7 @@ def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Da
         raise ValueError(f"schema {schema!r} is unknown; there are auto, {', '.join(SCHEMAS)}")
     if root is not None and not Path(root).is_dir():
         raise ValueError(f"the folder of the media, {root!r}, does not exist")
-    files = _files(Path(path))
+    files = find_files(path)
     beside = files[0] if files[0].is_dir() else files[0].parent
     first = list(itertools.islice(_rows(files), _ROWS_LOOKED_AT))
     columns = frozenset(name for row in first for name in row.fields)
@@ -120,25 +120,9 @@ def open_dataset(path: str, schema: str = "auto", root: str | None = None) -> Da
     return Dataset(files, Path(root) if root else beside, chosen)
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise ValueError(f"{str(path)!r} does not exist (looked in {Path.cwd()})")
-    if path.is_file():
-        if path.suffix.lower() not in FORMATS:
-            raise ValueError(f"{path} ends in none of {', '.join(FORMATS)}")
-        return [path]
-    for name in _LISTINGS:
-        if (path / name).is_file():
-            return [path / name]
-    shards = sorted(path.rglob("*.parquet"))
-    if not shards and not any(map(is_medium, path.rglob("*"))):
-        raise ValueError(f"{path} holds no pictures, videos or parquet files")
-    return shards or [path]
-
-
 def _rows(files: Sequence[Path]) -> Iterator[Row]:
     for file in files:
-        yield from read_folder(file) if file.is_dir() else FORMATS[file.suffix.lower()](file)
+        yield from read_folder(file) if file.is_dir() else FORMATS[ending_of(file) or ""](file)
 
 
 def _grouped(rows: Iterator[Row], column: str) -> Iterator[list[Row]]:

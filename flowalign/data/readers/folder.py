@@ -12,13 +12,30 @@ def is_medium(path: Path) -> bool:
     return path.suffix.lower() in PICTURES | VIDEOS
 
 
+def files_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders by name, and links that point nowhere.
+
+    Links to folders are followed, except back to a folder that they lie in.
+    """
+    here = folder.resolve()
+    if here in above:
+        return
+    for path in sorted(folder.iterdir()):
+        if path.is_dir():
+            yield from files_below(path, (*above, here))
+        else:
+            yield path
+
+
 def read_folder(folder: Path) -> Iterator[Row]:
     """Yield a row per file by name, with subfolders; the .txt file of that name is its prompt."""
-    media = sorted(path for path in folder.rglob("*") if path.is_file() and is_medium(path))
-    for number, path in enumerate(media, 1):
+    for number, path in enumerate(filter(is_medium, files_below(folder)), 1):
         name = path.relative_to(folder).as_posix()
         fields = {"id": name, "path": name}
         beside = path.with_suffix(".txt")
+        if beside.is_symlink() and not beside.exists():
+            yield Row(number, folder, fields, f"({name}) has a broken link as its prompt")
+            continue
         if beside.is_file():
             fields["prompt"] = beside.read_text(encoding="utf-8", errors="replace").strip()
         yield Row(number, folder, fields)

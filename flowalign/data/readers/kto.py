@@ -8,7 +8,7 @@ from flowalign.data.readers.schema import Schema, present
 from flowalign.data.records import Record
 
 _PROMPT = ("prompt", "caption", "text")
-_MEDIUM = ("image", "video")
+_MEDIUM = ("image", "video", "completion")
 _LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "false": False}
 
 

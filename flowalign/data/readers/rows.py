@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,21 +105,32 @@ def read_parquet(path: Path) -> Iterator[Row]:
         raise ValueError("parquet needs pyarrow: pip install 'flowalign[data]'") from error
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE):
-                for fields in batch.to_pylist():
-                    number += 1
-                    yield Row(number, path, fields)
+            yield from _numbered(path, file.iter_batches(_ROWS_AT_ONCE))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
-FORMATS: Mapping[str, Callable[[Path], Iterator[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": read_parquet,
-}
+def read_arrow(path: Path) -> Iterator[Row]:
+    """Yield the rows of an Arrow stream, of which `datasets` saves are made."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ValueError("a saved dataset needs pyarrow: pip install 'flowalign[data]'") from error
+    try:
+        with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+            slices = (
+                batch.slice(start, _ROWS_AT_ONCE)
+                for batch in stream
+                for start in range(0, len(batch), _ROWS_AT_ONCE)
+            )
+            yield from _numbered(path, slices)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} breaks off or is not an Arrow stream: {error}") from error
+
+
+def _numbered(path: Path, batches: Iterable[Any]) -> Iterator[Row]:
+    rows = (fields for batch in batches for fields in batch.to_pylist())
+    return (Row(number, path, fields) for number, fields in enumerate(rows, 1))
 
 
 def count(path: Path) -> int | None:

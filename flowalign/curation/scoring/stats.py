@@ -1,0 +1,90 @@
+"""Accumulates what a scoring job tells about its rows and its speed."""
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from flowalign.curation.scoring.table import Row
+
+_LISTED_REASONS = 50
+
+
+@dataclass
+class RunningStats:
+    """Counts rows and failures, and accumulates the statistics of every dimension."""
+
+    rows: int = 0
+    records: int = 0
+    """Number of records; one with several media has several rows."""
+    failed: int = 0
+    """Number of rows with a dimension that could not be scored."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """Number of rows per kind of problem: the text before the first colon."""
+    values: dict[str, list[float]] = field(default_factory=dict)
+    """Count, mean, sum of squared deviations, lowest and highest score of every dimension."""
+
+    def add(self, row: Row) -> None:
+        """Count one row."""
+        self.rows += 1
+        self.records += row["medium"] == 0
+        self.failed += any(row[name] is False for name in row if name.endswith("_valid"))
+        for reason in (row["reason"] or "").split("; "):
+            if reason:
+                self.reasons[reason.partition(":")[0]] += 1
+        for dim in (name.removesuffix("_valid") for name in row if name.endswith("_valid")):
+            value, seen = row[dim], self.values.setdefault(dim, [0, 0.0, 0.0, math.inf, -math.inf])
+            if value is not None:
+                count, mean = seen[0] + 1, seen[1] + (value - seen[1]) / (seen[0] + 1)
+                squares = seen[2] + (value - seen[1]) * (value - mean)
+                seen[:] = [count, mean, squares, min(seen[3], value), max(seen[4], value)]
+
+    def check(self, max_failed_fraction: float, at_least: int = 1) -> None:
+        """Raise TooManyFailed if, of `at_least` rows or more, a larger share failed."""
+        if self.rows >= at_least and self.failed > max_failed_fraction * self.rows:
+            most = ", ".join(f"{why} ({count})" for why, count in self.reasons.most_common(3))
+            raise TooManyFailed(
+                f"{self.failed} of {self.rows} rows failed, more than the allowed share of "
+                f"{max_failed_fraction:g}: {most}",
+                self,
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """Return counts and statistics, ready for summary.json."""
+        dims = {}
+        for dim, (count, mean, squares, low, high) in self.values.items():
+            dims[dim] = {"valid": int(count)}
+            if count:
+                std = math.sqrt(squares / count)
+                dims[dim] |= {"mean": mean, "std": std, "min": low, "max": high}
+        return {
+            "rows": self.rows,
+            "failed": self.failed,
+            "failed_fraction": self.failed / self.rows if self.rows else 0.0,
+            "reasons": dict(self.reasons.most_common(_LISTED_REASONS)),
+            "dimensions": dims,
+        }
+
+
+class TooManyFailed(RuntimeError):
+    """Says that more rows failed than the job allows; what was saved stays."""
+
+    def __init__(self, message: str, stats: RunningStats):
+        super().__init__(message)
+        self.stats = stats
+
+
+@dataclass
+class Speed:
+    """Measures the throughput of this process, without the rows that earlier ones saved."""
+
+    rows: int = 0
+    in_model: float = 0.0
+    """Seconds that a model was computing."""
+    start: float = field(default_factory=time.perf_counter)
+
+    def summary(self) -> dict[str, float]:
+        """Return rows per second, and the share of the time that a model was computing."""
+        wall = max(time.perf_counter() - self.start, 1e-9)
+        return {"rows_per_second": self.rows / wall, "share_in_model": self.in_model / wall}

@@ -1,0 +1,98 @@
+"""Reads shards of samples in tar files, as webdataset writes them; nothing is unpacked to disk."""
+
+import itertools
+import json
+import lzma
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from flowalign.data.readers.rows import Row, RowProblem
+from flowalign.media.media import PICTURES, VIDEOS
+
+_BLOCK = 512
+"""Bytes of a block of a tar file, which ends with blocks of zeros."""
+_COLUMNS = {"txt": "prompt", "caption": "prompt"}
+_COLUMNS |= {kind[1:]: "image" for kind in PICTURES} | {kind[1:]: "video" for kind in VIDEOS}
+"""Columns of members by their extension; `a.chosen.png` is of the column `chosen`."""
+_Member = tuple[str, str, bytes | None]
+
+
+def read_tar(path: Path) -> Iterator[Row]:
+    """Yield a row per sample: the adjacent members whose names agree up to the first dot.
+
+    A picture, a video or a text is a column. The entries of a `.json` file are columns where no
+    other member is one. Members of other kinds are left out.
+
+    Raises:
+        ValueError: The file is no tar file, or breaks off.
+    """
+    samples = itertools.groupby(_members(path), lambda member: member[0])
+    for number, (key, members) in enumerate(samples, 1):
+        try:
+            yield Row(number, path, {"id": f"{path.stem}/{key}", **_fields(members)})
+        except RowProblem as problem:
+            yield Row(number, path, problem=f"({key}) {problem}")
+
+
+def _members(path: Path) -> Iterator[_Member]:
+    """Yield the sample, the extension and the content of every member; a link has no content."""
+    try:
+        with path.open("rb") as file, tarfile.open(fileobj=file) as archive:
+            for member in archive:
+                vars(archive)["members"].clear()  # headers of a long shard would fill the memory
+                place = PurePosixPath(member.name)
+                stem, dot, extension = place.name.partition(".")
+                if stem and dot and not member.isdir():
+                    content = archive.extractfile(member) if member.isfile() else None
+                    yield str(place.with_name(stem)), extension, content and content.read()
+            if archive.fileobj is file:  # a compressed file has an end of its own
+                _check_end(file, archive.offset)
+    except (tarfile.TarError, zlib.error, lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"{path} breaks off or is not a tar file: {error}") from error
+
+
+def _check_end(file: BinaryIO, end: int) -> None:
+    """Refuse a part of a header, which tarfile takes for the end."""
+    file.seek(end)
+    if file.read(_BLOCK).strip(b"\0"):
+        raise tarfile.ReadError("unexpected end of data")
+
+
+def _fields(members: Iterable[_Member]) -> dict[str, Any]:
+    fields, entries = dict[str, Any](), dict[str, Any]()
+    for _, extension, content in members:
+        name, _, kind = extension.lower().rpartition(".")
+        if kind == "json" and not name:
+            entries |= _object(_content(extension, content))
+        elif kind == "json" or kind in _COLUMNS:
+            column = name or _COLUMNS[kind]
+            if column in fields:
+                raise RowProblem(f"has two files of the column {column}")
+            fields[column] = _value(kind, _content(extension, content))
+    return entries | fields
+
+
+def _content(extension: str, content: bytes | None) -> bytes:
+    if content is None:
+        raise RowProblem(f"has a link in place of its .{extension} file")
+    return content
+
+
+def _object(content: bytes) -> dict[str, Any]:
+    found = _value("json", content)
+    if not isinstance(found, dict):
+        raise RowProblem("has a .json file that is not a JSON object")
+    return found
+
+
+def _value(kind: str, content: bytes) -> Any:
+    """Return the text of a text, what a JSON file says, or the bytes of a medium."""
+    try:
+        if kind == "json":
+            return json.loads(content)
+        return content.decode().strip() if _COLUMNS[kind] == "prompt" else content
+    except ValueError as error:
+        raise RowProblem(f"has a .{kind} file that cannot be read ({error})") from error

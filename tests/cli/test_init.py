@@ -1,0 +1,205 @@
+"""`flowalign init` writes a run file that `flowalign check` accepts."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowalign.cli import main as cli
+from flowalign.runs import draft
+from flowalign.runs.config import load
+from tests.fixtures.run_files import METHODS, files_of, loaded
+
+QUICK = ("flow_grpo", "branch_grpo", "coca")
+"""Methods with a run file of their own for the embedded model, and without."""
+JPEG, PIPELINE = "reward_models.jpeg.JpegSize", "assets/golden/I_sd3_pipeline"
+
+
+def flowalign(capsys, *argv: object) -> tuple[int, str]:
+    """The exit code of a command, and what it says to the terminal."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([str(arg) for arg in argv])
+    return int(caught.value.code or 0), capsys.readouterr().err
+
+
+def refusal(capsys, *argv: object) -> str:
+    code, said = flowalign(capsys, "init", *argv)
+    assert (code, len(said.splitlines()) <= 5) == (2, True), said
+    return said
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """Answers at a terminal."""
+
+    def answer(*lines: str) -> None:
+        stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+        stdin.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", stdin)
+
+    return answer
+
+
+def settings(text: str) -> dict:
+    """The settings of a run but for where it writes."""
+    return yaml.safe_load(text) | {"output_dir": None}
+
+
+def marked(method):
+    return pytest.param(method, marks=[] if method in QUICK else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("method", map(marked, METHODS))
+def test_check_accepts_the_embedded_model_with_each_method(tmp_path, capsys, method):
+    out = tmp_path / "mine.yaml"
+    flags = ["--model", "shapes", "--prompts", "own", "--reward", "own", "--method", method]
+    code, said = flowalign(capsys, "init", *flags, "--out", out)
+    assert (code, said.splitlines()[-1]) == (0, f"flowalign check {out}")
+    assert flowalign(capsys, "check", out)[0] == 0
+    expected = loaded(*files_of("shapes", method))[1]
+    assert settings(load(str(out))[1]) == settings(expected)
+
+
+@pytest.mark.slow
+def test_prompts_and_a_reward_of_ones_own_take_the_place_of_the_model_s(tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "run.yaml"
+    prompts.write_text("".join(f"prompt {k}\n" for k in range(9)))
+    flags = ["--model", "shapes", "--prompts", prompts, "--reward", JPEG, "--out", out]
+    assert flowalign(capsys, "init", *flags)[0] == 0
+    assert flowalign(capsys, "check", out)[0] == 0
+    run, _ = load(str(out))
+    assert run.recipe.prompts == str(prompts)
+    rewards = run.build_rewards()
+    assert (rewards.dims, rewards.weights.tolist()) == (("compressibility",), [1.0])
+
+
+@pytest.mark.slow
+def test_rewards_of_a_file_are_composed_and_dimensions_of_the_model_s_lose_their_weight(
+    tmp_path, capsys
+):
+    flags = ["--model", "wan21_1_3b", "--prompts", "own", "--reward", "shapes_video"]
+    assert flowalign(capsys, "init", *flags, "--out", tmp_path / "run.yaml")[0] == 0
+    content = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert content["extends"][-1] == "configs/rewards/shapes_video.yaml"
+    run, _ = load(str(tmp_path / "run.yaml"))
+    assert set(run.build_rewards().weights.tolist()) == {1.0}
+    assert run.recipe.thresholds is None
+    assert run.policy.video.num_frames == 33
+
+
+@pytest.mark.slow
+def test_the_family_of_a_folder_is_that_of_its_pipeline(tmp_path, capsys):
+    flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]
+    assert flowalign(capsys, "init", "--model", PIPELINE, *flags)[0] == 0
+    run, _ = load(str(tmp_path / "run.yaml"))
+    assert (type(run.policy).__name__, run.policy.path) == ("SD3", PIPELINE)
+    wan = ["--model", "assets/golden/I_wan_pipeline", *flags[:-1]]
+    said = refusal(capsys, *wan, tmp_path / "wan.yaml")
+    assert "give the --family of assets/golden/I_wan_pipeline: wan21_1_3b, wan22_5b" in said
+    assert flowalign(capsys, "init", *wan, tmp_path / "wan.yaml", "--family", "wan22_5b")[0] == 0
+    assert load(str(tmp_path / "wan.yaml"))[0].policy.video.width == 640
+
+
+@pytest.mark.slow
+def test_a_hub_id_needs_its_family(tmp_path, capsys):
+    flags = ["--model", "me/mine", "--prompts", "own", "--reward", "own"]
+    flags += ["--out", tmp_path / "run.yaml"]
+    assert "give the --family of me/mine: flux1_dev, hunyuan_video" in refusal(capsys, *flags)
+    assert flowalign(capsys, "init", *flags, "--family", "flux1_dev")[0] == 0
+    assert load(str(tmp_path / "run.yaml"))[0].policy.path == "me/mine"
+
+
+# ---------------------------------------------------------------- questions
+
+
+def test_what_is_missing_is_asked_for_until_it_can_be_used(tmp_path, capsys, typed):
+    prompts = tmp_path / "p.txt"
+    prompts.write_text("a cat\n")
+    typed("shape", "shapes", "nowhere.txt", str(prompts), "jpeg", JPEG)
+    code, said = flowalign(capsys, "init", "--out", tmp_path / "run.yaml")
+    assert code == 0
+    for part in (
+        "Model, a folder, a hub id or one of flux1_dev,",
+        "did you mean shapes?",
+        "prompts file 'nowhere.txt' does not exist",
+        "reward 'jpeg' is no dotted path",
+    ):
+        assert part in said
+    run, _ = load(str(tmp_path / "run.yaml"))
+    assert (run.recipe.prompts, list(run.build_rewards().dims)) == (
+        str(prompts),
+        ["compressibility"],
+    )
+
+
+def test_an_empty_answer_takes_what_stands_in_brackets(tmp_path, capsys, typed):
+    typed("", "", "")
+    assert flowalign(capsys, "init", "--out", tmp_path / "run.yaml")[0] == 0
+    expected = draft.draft(draft.Model("shapes"), "flow_grpo", "own", "own")
+    found = yaml.safe_load((tmp_path / "run.yaml").read_text())
+    assert found == expected | {"output_dir": "runs/run"}
+
+
+@pytest.mark.slow
+def test_the_family_is_asked_for_too(tmp_path, capsys, typed):
+    typed("me/mine", "sd3", "sd35_medium")
+    flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]
+    code, said = flowalign(capsys, "init", *flags)
+    assert (code, "--family 'sd3' does not suit me/mine" in said) == (0, True)
+    assert load(str(tmp_path / "run.yaml"))[0].policy.height == 512
+
+
+def test_answers_that_end_early_write_nothing(tmp_path, capsys, typed):
+    typed("shapes")
+    assert "no answer to: Prompts" in refusal(capsys, "--out", tmp_path / "run.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_nobody_can_answer_the_missing_options_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("shapes\n"))
+    said = refusal(capsys, "--prompts", "own", "--out", tmp_path / "run.yaml")
+    assert "there is nobody to ask: give --model, --reward" in said
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--model", "sd35"], "did you mean sd35_medium?"),
+        (["--model", "assets/prompts"], "model_index.json is missing"),
+        (["--model", "shapes", "--family", "flux1_dev"], "shapes is a family itself"),
+        (["--model", PIPELINE, "--family", "flux1_dev"], "choose from sd35_medium"),
+        (["--method", "dpo"], "method 'dpo' is none of b2_diffurl, branch_grpo"),
+        (["--prompts", "nowhere.txt"], "'nowhere.txt' does not exist"),
+        (["--reward", "image"], "did you mean images?"),
+        (["--reward", "reward_models.jpeg.Jpeg"], "reward_models.jpeg.Jpeg"),
+        (["--reward", "nowhere.yaml"], "'nowhere.yaml' does not exist"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_answers_that_cannot_be_used_are_refused_by_name(tmp_path, capsys, changed, message):
+    flags = {"--model": "shapes", "--prompts": "own", "--reward": "own"}
+    flags |= dict(zip(changed[::2], changed[1::2], strict=True))
+    given = [word for flag in flags.items() for word in flag]
+    assert message in refusal(capsys, *given, "--out", tmp_path / "run.yaml")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_cannot_be_made_leaves_no_file_and_names_the_one_asked_for(tmp_path, capsys):
+    """Rules of moving shapes do not score pictures."""
+    out = tmp_path / "run.yaml"
+    flags = ["--model", "shapes", "--prompts", "own", "--reward", "shapes_video", "--out", out]
+    said = refusal(capsys, *flags)
+    assert (".tmp" in said, list(tmp_path.iterdir())) == (False, [])
+
+
+def test_an_existing_file_is_never_overwritten(tmp_path, capsys, typed):
+    out = Path(tmp_path / "run.yaml")
+    out.write_text("mine")
+    typed()
+    assert "exists and is not overwritten" in refusal(capsys, "--out", out)
+    assert out.read_text() == "mine"

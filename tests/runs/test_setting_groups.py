@@ -1,0 +1,118 @@
+"""A group of settings is a mapping; a number, a list or null in its place is refused by name."""
+
+import copy
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from flowalign.rewards.config import load_rewards
+from flowalign.runs.config import load
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.run_files import CONFIGS
+
+SHAPES = CONFIGS / "shapes.yaml"
+RECIPE = "recipe.init_args"
+GROUPS = [
+    f"{RECIPE}.sampling",
+    f"{RECIPE}.sampling.states",
+    f"{RECIPE}.completion",
+    "optimizer",
+    "checkpoints",
+]
+"""Groups with defaults of their own; those that may be null follow."""
+NULLABLE = ["ema", "evaluation", "policy.init_args.lora", f"{RECIPE}.calibration"]
+
+
+def refusal(path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(str(path), overrides)
+    assert len(str(caught.value).splitlines()) <= 5
+    return str(caught.value)
+
+
+def written(folder, key: str, value: object):
+    """The run file of the embedded model with another value for a key."""
+    content = yaml.safe_load(SHAPES.read_text())
+    inner, (*above, last) = content, key.split(".")
+    for name in above:
+        inner = inner.setdefault(name, {})
+    inner[last] = copy.deepcopy(value)
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+CASES = [(key, value) for key in GROUPS for value in (3, [1, 2], None, True, "three")]
+CASES += [(key, value) for key in NULLABLE for value in (3, [1, 2])]
+CASES += [(key, 3) for key in (RECIPE, "policy.init_args", f"{RECIPE}.algorithm.init_args")]
+
+
+@pytest.mark.parametrize(("key", "value"), CASES, ids=str)
+def test_a_run_file_names_the_group_and_the_value(tmp_path, key, value):
+    message = refusal(written(tmp_path, key, value))
+    where = key if key.endswith("init_args") else key.replace(".init_args", "")
+    shown = "null" if value is None else str(value)
+    assert f"run.yaml: {where}: is {shown}; it must be a mapping of settings" in message
+
+
+@pytest.mark.parametrize("value", ["3", "[1,2]", "null", "three"])
+@pytest.mark.parametrize("key", ["recipe.sampling", "recipe.sampling.states", "optimizer"])
+def test_an_override_names_the_group_and_the_value(key, value):
+    shown = "[1, 2]" if value.startswith("[") else value
+    expected = f"{key}: is {shown}; it must be a mapping of settings"
+    assert expected.replace(" ", "") in refusal(SHAPES, f"{key}={value}").replace(" ", "")
+
+
+def test_the_settings_of_a_group_are_listed(tmp_path):
+    assert refusal(written(tmp_path, "checkpoints", 3)).endswith("settings: every, keep, verify")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(f"{RECIPE}.sampling.states", {}), *((key, None) for key in NULLABLE)]
+)
+def test_mappings_and_null_where_it_is_allowed_are_taken(tmp_path, key, value):
+    assert load(str(written(tmp_path, key, value)))[0]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A group with a default."""
+
+    side: int = 8
+
+
+class Grouped(RewardModel):
+    """A reward with a group of settings."""
+
+    def __init__(self, settings: Settings = Settings()):
+        self.spec = RewardSpec("side", ("side",), "any", (0.0, 1.0), "none")
+
+    def score(self, batch: MediaBatch) -> RewardOutput:
+        raise NotImplementedError
+
+
+def test_a_group_of_a_reward_in_a_list_is_checked_too(tmp_path):
+    grouped = {"class_path": f"{__name__}.Grouped", "init_args": {"settings": [3]}}
+    rewards = [{"class_path": "reward_models.jpeg.JpegSize"}, grouped]
+    expected = "is [3]; it must be a mapping of settings: side"
+    assert f"rewards.1.settings: {expected}" in refusal(written(tmp_path, "rewards", rewards))
+    file = tmp_path / "rewards.yaml"
+    file.write_text(yaml.safe_dump({"rewards": rewards}))
+    with pytest.raises(ConfigError) as caught:
+        load_rewards(str(file))
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "option"),
+    [
+        (["--recipe.sampling.num_steps"], "--recipe.sampling.num_steps"),
+        (["--recipe.sampling.num_steps", "--seed", "3"], "--recipe.sampling.num_steps"),
+        (["--seed", "3", "--policy.lora.rank"], "--policy.lora.rank"),
+        (["--recipe.sampling.eta", "-1", "--seed"], "--seed"),
+    ],
+)
+def test_an_option_without_a_value_is_named_in_full(overrides, option):
+    assert f"argument {option}: expected one argument" in refusal(SHAPES, *overrides)
