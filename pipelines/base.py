@@ -87,7 +87,7 @@ class DiffusersPolicy(Policy):
         """Return the pipeline's schedule: num_steps + 1 values from the state of `noise` to 0."""
 
     def plan(self) -> ModelPlan:
-        self.check()
+        _check(self)
         transformer, vae, scheduler = (
             config_of(self.pipeline_class, self.path, part)
             for part in (self.part, "vae", "scheduler")
@@ -110,25 +110,8 @@ class DiffusersPolicy(Policy):
             sigmas=partial(self.sigmas, scheduler),
         )
 
-    def check(self) -> None:
-        """Check settings and folder, reading configuration files alone.
-
-        Raises:
-            ValueError: the folder is not of this family or lacks a part, the model cannot produce
-                the requested size, or prompts have no tokens.
-        """
-        kind = self.transformer_class.__name__
-        check_folder(self.pipeline_class, self.path, self.part, kind, self.unused)
-        if self.max_sequence_length < 1:
-            raise ValueError(
-                f"max_sequence_length is {self.max_sequence_length}; it must be at least 1"
-            )
-        configs = (config_of(self.pipeline_class, self.path, part) for part in (self.part, "vae"))
-        with named_gaps(self.path):
-            self.shape_of_latents(*configs)
-
     def load(self, device: torch.device) -> None:
-        self.check()
+        _check(self)
         self.pipe = load_pipeline(
             self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
         )
@@ -214,6 +197,23 @@ class DiffusersPolicy(Policy):
         if self.lora:
             differences += [difference_of_copy(n, part, folder) for n, part in trained.items()]
         return max(differences)
+
+
+def _check(policy: DiffusersPolicy) -> None:
+    """Check settings and folder of a policy, reading configuration files alone.
+
+    Raises:
+        ValueError: the folder is not of this family or lacks a part, the model cannot produce the
+            requested size, or prompts have no tokens.
+    """
+    cls, path = policy.pipeline_class, policy.path
+    check_folder(cls, path, policy.part, policy.transformer_class.__name__, policy.unused)
+    if policy.max_sequence_length < 1:
+        raise ValueError(
+            f"max_sequence_length is {policy.max_sequence_length}; it must be at least 1"
+        )
+    with named_gaps(path):
+        policy.shape_of_latents(*(config_of(cls, path, part) for part in (policy.part, "vae")))
 
 
 def _replayed(
