@@ -39,18 +39,17 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def number(least: float) -> Callable[[str], float]:
-    """Return a type of options that are finite numbers of at least `least`."""
+def number(least: float, most: float | None = None) -> Callable[[str], float]:
+    """Return a type of options that are finite numbers in [least, most]."""
+    limits = f"at least {least:g}" if most is None else f"in [{least:g}, {most:g}]"
 
     def read(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"is {text[:_LONGEST]}; it must be a number at least {least:g}"
-            )
+        if not (least <= value < math.inf and (most is None or value <= most)):
+            raise argparse.ArgumentTypeError(f"is {text[:_LONGEST]}; it must be a number {limits}")
         return value
 
     return read

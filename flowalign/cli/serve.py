@@ -90,8 +90,6 @@ def run(args: argparse.Namespace) -> int:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket with this address; raises ValueError if it is not to be had."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"--port is {port}; it must be in 0..65535, where 0 is any free one")
     try:
         kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -1,15 +1,13 @@
 """Show all runs of a folder in a browser, while they go: `flowalign view`."""
 
 import argparse
-import math
 from pathlib import Path
 
 from flowalign.cli.messages import UsageError, printer
+from flowalign.cli.ranges import number, whole
 from flowalign.cli.serve import LOOPBACK, is_loopback
 
 HELP = "Show all runs of a folder in a browser, while they go."
-_LARGEST_PORT = 65535
-_EVERY = (1.0, 3600.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,10 +15,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="?", default="runs", help="folder with runs; default: runs")
     parser.add_argument("--host", default="127.0.0.1", help="default: this machine only")
     parser.add_argument(
-        "--port", type=int, default=8412, help="default: 8412; 0 takes any that is free"
+        "--port", type=whole(0, 65535), default=8412, help="default: 8412; 0 takes any that is free"
     )
     parser.add_argument(
-        "--every", type=float, default=5.0, help="seconds between looks at the runs; default: 5"
+        "--every",
+        type=number(1.0, 3600.0),
+        default=5.0,
+        help="seconds between looks; default: 5",
     )
 
 
@@ -33,10 +34,6 @@ def run(args: argparse.Namespace) -> int:
     folder = Path(args.runs)
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder; name one with runs, such as runs")
-    if not 0 <= args.port <= _LARGEST_PORT:
-        raise UsageError(f"--port is {args.port}; it must be from 0 to {_LARGEST_PORT}")
-    if not (math.isfinite(args.every) and _EVERY[0] <= args.every <= _EVERY[1]):
-        raise UsageError(f"--every is {args.every:g}; it must be from 1 to 3600 seconds")
     from flowalign.reports.view.server import Server
 
     names = ("127.0.0.1", args.host, *LOOPBACK) if is_loopback(args.host) else ()

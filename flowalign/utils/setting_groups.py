@@ -3,6 +3,8 @@
 import importlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from inspect import isclass
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -58,11 +60,16 @@ def with_whole_option(message: str, overrides: Sequence[str]) -> str:
     return f"argument {next(lacking)}: {_NO_VALUE}"
 
 
-def parser_of(class_path: str) -> ArgumentParser:
-    """Return a parser of the settings of one component, those of its groups included."""
-    module, _, name = class_path.rpartition(".")
+@cache
+def parser_of(path: str) -> ArgumentParser:
+    """Return a parser of the settings of a class, or of a function that builds a component."""
+    module, _, name = path.rpartition(".")
+    component = getattr(importlib.import_module(module), name)
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(getattr(importlib.import_module(module), name), None)
+    if isclass(component):
+        parser.add_class_arguments(component, None)
+    else:
+        parser.add_function_arguments(component, None)
     return parser
 
 

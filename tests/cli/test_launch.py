@@ -90,6 +90,7 @@ def test_what_no_process_could_do_is_refused_before_any_starts(launched, capsys,
 
 def test_a_folder_that_holds_a_run_is_refused_before_any_process_starts(launched, capsys, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "config.yaml").touch()
     argv = ["train", SHAPES, "--output_dir", str(tmp_path), "--processes", "2"]
     assert launched(*argv) == []
     assert "already holds a run" in capsys.readouterr().err

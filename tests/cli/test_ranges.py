@@ -63,7 +63,7 @@ def test_every_default_is_in_the_range_of_its_option(name):
         ("pairs t --out o --rule gap --stages 1", "pairs: --stages is 1; it must be at least 2"),
         ("clip-pairs a.yaml --shard 2/2", "--shard is 2/2; it must be i/n with 0 <= i < n"),
         ("reward eval t --bins 0", "reward eval: --bins is 0; it must be at least 1"),
-        ("serve-reward r --port 70000", "--port is 70000; it must be in [1, 65535]"),
+        ("serve-reward r --port 70000", "--port is 70000; it must be in [0, 65535]"),
         ("serve-reward r --deadline 0", "--deadline is 0; it must be a number at least 0.001"),
     ],
 )

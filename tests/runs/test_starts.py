@@ -16,6 +16,7 @@ from flowalign.training import PolicyGradient, checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.utils.interrupts import Terminated, sigterm_stops
+from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.stopped_runs import assert_same_run
@@ -24,7 +25,7 @@ from tests.fixtures.stopped_runs import assert_same_run
 @pytest.fixture(autouse=True)
 def _no_curves(monkeypatch):
     """Every run ends with a report; other tests draw its charts."""
-    monkeypatch.setattr(report, "chart", lambda panel: "data:image/svg+xml;base64,")
+    monkeypatch.setattr(report, "chart", lambda panel: BLANK)
 
 
 def quiet(_: str) -> None: ...

@@ -121,17 +121,19 @@ def test_what_a_page_may_load_is_itself_and_nothing_from_elsewhere(served):
 
 
 def call(*argv):
-    args = build_parser().parse_args(["view", *map(str, argv)])
-    return run_verb(args)
+    try:
+        return run_verb(build_parser().parse_args(["view", *map(str, argv)]))
+    except SystemExit as refusal:
+        return refusal.code
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--port", "65536"], "--port is 65536; it must be from 0 to 65535"),
-        (["--port", "-1"], "--port is -1; it must be from 0 to 65535"),
-        (["--every", "0"], "--every is 0; it must be from 1 to 3600 seconds"),
-        (["--every", "nan"], "--every is nan; it must be from 1 to 3600 seconds"),
+        (["--port", "65536"], "--port is 65536; it must be in [0, 65535]"),
+        (["--port", "-1"], "--port is -1; it must be in [0, 65535]"),
+        (["--every", "0"], "--every is 0; it must be a number in [1, 3600]"),
+        (["--every", "nan"], "--every is nan; it must be a number in [1, 3600]"),
         (["--host", "no such host"], "cannot serve on --host no such host"),
     ],
 )
