@@ -12,6 +12,8 @@ from flowalign.runs import draft
 from flowalign.runs.config import load
 from tests.fixtures.run_files import METHODS, files_of, loaded
 
+pytestmark = pytest.mark.slow
+
 QUICK = ("flow_grpo", "branch_grpo", "coca")
 """Methods with a run file of their own for the embedded model, and without."""
 JPEG, PIPELINE = "reward_models.jpeg.JpegSize", "assets/golden/I_sd3_pipeline"
@@ -62,7 +64,6 @@ def test_check_accepts_the_embedded_model_with_each_method(tmp_path, capsys, met
     assert settings(load(str(out))[1]) == settings(expected)
 
 
-@pytest.mark.slow
 def test_prompts_and_a_reward_of_ones_own_take_the_place_of_the_model_s(tmp_path, capsys):
     prompts, out = tmp_path / "prompts.txt", tmp_path / "run.yaml"
     prompts.write_text("".join(f"prompt {k}\n" for k in range(9)))
@@ -75,7 +76,6 @@ def test_prompts_and_a_reward_of_ones_own_take_the_place_of_the_model_s(tmp_path
     assert (rewards.dims, rewards.weights.tolist()) == (("compressibility",), [1.0])
 
 
-@pytest.mark.slow
 def test_rewards_of_a_file_are_composed_and_dimensions_of_the_model_s_lose_their_weight(
     tmp_path, capsys
 ):
@@ -89,7 +89,6 @@ def test_rewards_of_a_file_are_composed_and_dimensions_of_the_model_s_lose_their
     assert run.policy.video.num_frames == 33
 
 
-@pytest.mark.slow
 def test_the_family_of_a_folder_is_that_of_its_pipeline(tmp_path, capsys):
     flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]
     assert flowalign(capsys, "init", "--model", PIPELINE, *flags)[0] == 0
@@ -102,7 +101,6 @@ def test_the_family_of_a_folder_is_that_of_its_pipeline(tmp_path, capsys):
     assert load(str(tmp_path / "wan.yaml"))[0].policy.video.width == 640
 
 
-@pytest.mark.slow
 def test_a_hub_id_needs_its_family(tmp_path, capsys):
     flags = ["--model", "me/mine", "--prompts", "own", "--reward", "own"]
     flags += ["--out", tmp_path / "run.yaml"]
@@ -142,7 +140,6 @@ def test_an_empty_answer_takes_what_stands_in_brackets(tmp_path, capsys, typed):
     assert found == expected | {"output_dir": "runs/run"}
 
 
-@pytest.mark.slow
 def test_the_family_is_asked_for_too(tmp_path, capsys, typed):
     typed("me/mine", "sd3", "sd35_medium")
     flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]

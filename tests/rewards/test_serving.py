@@ -23,6 +23,8 @@ from flowalign.utils.errors import ConfigError
 from reward_models.remote import RemoteReward
 from tests.fixtures.running import Running
 
+pytestmark = pytest.mark.slow
+
 
 class Mean(RewardModel, Loadable):
     """Mean and a prompt-dependent value; what the tests want it to do besides, it does."""
