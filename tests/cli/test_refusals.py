@@ -1,0 +1,105 @@
+"""Wrong commands are refused in a few lines with the value, exit code 2, before anything loads."""
+
+from itertools import pairwise
+
+import pytest
+
+from flowalign.cli.main import main
+from pipelines.base import DiffusersPolicy
+
+pytestmark = pytest.mark.slow
+
+SHAPES = "configs/shapes.yaml"
+KERNEL = ("--recipe.sampling.kernel", "flowalign.functional.CPS")
+COMMANDS = {
+    "train --optimizer.warmup -5": "optimizer.warmup is -5; it must be at least 0",
+    "train --recipe.advantage_clip -1": "recipe.advantage_clip is -1.0; it must be above 0",
+    "train --recipe.advantage_clip .nan": "recipe.advantage_clip is nan; it must be above 0",
+    "train --optimizer.betas [.inf,0.9]": "optimizer.betas.0 is inf",
+    "train --optimizer.eps -1e-8": "optimizer.eps is -1e-08; it must be above 0",
+    "train --recipe.std_floor .nan": "recipe.std_floor is nan; it must be at least 0",
+    "train --recipe.algorithm.surrogate.clip .inf": "recipe.algorithm.surrogate.clip is inf",
+    "train --policy.height 0": "policy.height is 0; it must be at least 1",
+    "train --policy.max_sequence_length 0": "policy.max_sequence_length is 0",
+    "train --policy.path assets/shapes_video/wan": "folder, but of another family",
+    "train --seed 1000000000000000000000000000000": "seed is a number of 31 digits",
+    "train --evaluation.every -1": "evaluation.every is -1; it must be at least 0",
+    "train --recipe.updates_per_step 9999": "more than the 192 samples of a step",
+    "train --recipe.sampling 3": "recipe.sampling: is 3; it must be a mapping of settings",
+    "train --recipe.sampling.num_steps": "argument --recipe.sampling.num_steps: expected one",
+    "train --processes 0": "--processes is 0; it must be at least 1",
+    "train --processes 1000": "--processes is 1000, but this machine has",
+    "train --processes 2 --optimizer.warmup -5": "optimizer.warmup is -5; it must be at least 0",
+    "check --processes 0": "--processes is 0; it must be at least 1",
+    "eval --weights nowhere": "--weights 'nowhere' is not a folder",
+    "bench --repeats 0": "--repeats is 0; it must be at least 1",
+    "sample --prompt x --out x.bmp": "--out x.bmp: the model makes pictures",
+}
+"""Commands on the embedded model, and what they are told."""
+BOMB = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n" for before, name in pairwise("abcdefgh")
+)
+"""Nine to the eighth values in a few hundred bytes."""
+
+
+@pytest.fixture(autouse=True)
+def _loads_nothing(monkeypatch):
+    def refuse(*arguments, **named):
+        raise AssertionError("weights were read, or processes started")
+
+    monkeypatch.setattr(DiffusersPolicy, "load", refuse)
+    monkeypatch.setattr("flowalign.distributed.launch.relaunch", refuse)
+
+
+def told(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2, said
+    assert len(said.splitlines()) <= 5, said
+    return said
+
+
+@pytest.mark.parametrize(("command", "words"), COMMANDS.items(), ids=COMMANDS)
+def test_a_wrong_command_is_told_with_its_value(capsys, command, words):
+    verb, *options = command.split()
+    assert words in told(capsys, verb, SHAPES, *options)
+
+
+@pytest.mark.parametrize("eta", ["1.01", "2.5"])
+def test_a_kernel_does_not_take_more_noise_than_the_next_state_has(capsys, eta):
+    said = told(capsys, "train", SHAPES, *KERNEL, "--recipe.sampling.eta", eta)
+    assert f"sampling.eta is {eta}; CPS takes at most 1" in said
+
+
+def test_an_output_dir_that_cannot_be_made_is_told(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    said = told(capsys, "train", SHAPES, "--output_dir", str(tmp_path / "file" / "run"))
+    assert "cannot be made" in said
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("seed: 1\nnum_steps: 2\nseed: 2\n", "key 'seed' is given twice, in lines 1 and 3"),
+        (
+            BOMB,
+            "it holds more than 20,000 values, aliases followed",
+        ),
+    ],
+)
+def test_a_yaml_file_that_is_ambiguous_or_without_end_is_told(capsys, tmp_path, content, words):
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    assert words in told(capsys, "train", str(file))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("demo", "--steps", "0"), "--steps is 0; it must be at least 1"),
+        (("serve-reward", "x", "--port", "99999999"), "--port is 99999999; it must be in"),
+    ],
+)
+def test_options_of_verbs_without_run_files_have_ranges(capsys, words, said):
+    assert said in told(capsys, *words)
