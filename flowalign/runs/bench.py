@@ -29,7 +29,7 @@ from flowalign.utils.costs import Costs
 
 def measure(run: Run, repeats: int) -> dict[str, float]:
     """Return median seconds of each stage and of the floor, and their quotient `overhead`."""
-    recipe, learner, rewards = opened(run)
+    recipe, learner, rewards, _ = opened(run)
     prompts = Prompts(read_prompts(recipe.prompts), run.seed)
     loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed)
     for _ in loop.run([0]):
@@ -40,7 +40,7 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
         trajectory = _timed(
             times["sample"], lambda i=i: rollout(recipe, learner, batch, run.seed, i)
         )
-        trained = _timed(times["reward"], lambda t=trajectory: _credited(recipe, learner, loop, t))
+        trained = _timed(times["reward"], lambda t=trajectory: credited(recipe, learner, loop, t))
         _timed(times["update"], lambda b=trained, i=i: update(recipe, learner, b, run.seed, i))
         _timed(times["floor"], lambda t=trajectory: _bare(recipe, run.policy, t))
         learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients are not used
@@ -54,16 +54,16 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     }
 
 
-def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards]:
-    """Return the recipe, a learner with loaded weights, and loaded rewards.
+def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards, Costs]:
+    """Return the recipe, a learner with loaded weights, loaded rewards, and what they count.
 
     Raises:
         ValueError: The recipe has no rollouts whose stages could be timed.
     """
     if not isinstance(run.recipe, PolicyGradient):
         raise ValueError(
-            f"bench times the stages of flowalign.training.PolicyGradient, not of the recipe "
-            f"{type(run.recipe).__name__}"
+            f"the recipe {type(run.recipe).__name__} has no rollouts to measure; "
+            "flowalign.training.PolicyGradient has"
         )
     if run.threads:
         torch.set_num_threads(run.threads)
@@ -74,10 +74,10 @@ def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards]:
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
     rewards = run.build_rewards(costs)
     rewards.load()
-    return run.recipe, learner, rewards
+    return run.recipe, learner, rewards, costs
 
 
-def _credited(
+def credited(
     recipe: PolicyGradient, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
 ) -> TrainBatch:
     """Value, credit and compare a trajectory: the reward stage of a step."""

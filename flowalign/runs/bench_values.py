@@ -31,7 +31,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
     sampling.micro_batch. by_state: after the rollout, one state of all samples after another, as
     TP-GRPO's released code does. one_by_one: one state of one sample after another.
     """
-    recipe, learner, rewards = opened(run)
+    recipe, learner, rewards, _ = opened(run)
     costs, setting = rewards.costs, _Setting(recipe, run.seed, learner, rewards)
     setting.together()  # warm up
     ways: dict[str, Callable[[], object]] = {

@@ -1,0 +1,110 @@
+"""Signal and noise of gradients: hand-worked numbers, and the truth of a known distribution."""
+
+import pytest
+import torch
+
+from flowalign.functional.signal import (
+    Moments,
+    best_weights,
+    crossed,
+    jackknife,
+    moments,
+    signal_to_noise,
+)
+
+
+def products_of(gradients: torch.Tensor) -> torch.Tensor:
+    return torch.einsum("bkp,cjp->bkcj", gradients, gradients)
+
+
+def drawn(count: int, seed: int, means: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Gradients of known means, with noise that steps 0 and 1 share in part."""
+    noise = torch.randn(
+        count, *means.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    noise[:, 1] = 0.6 * noise[:, 0] + 0.8 * noise[:, 1]
+    return means + scales[:, None] * noise
+
+
+MEANS = torch.tensor([[0.5, 0.0, 0.2], [0.1, 0.3, 0.0], [-0.2, 0.0, 0.1]], dtype=torch.float64)
+SCALES = torch.tensor([1.0, 0.5, 2.0], dtype=torch.float64)
+NOISE = 3 * torch.tensor([[1.0, 0.3, 0.0], [0.3, 0.25, 0.0], [0.0, 0.0, 4.0]], dtype=torch.float64)
+"""Inner products of the noise in three dimensions: 3 s_k s_j times the correlation."""
+
+
+def test_two_batches_of_two_steps_by_hand():
+    """Steps (1, 0), (0, 2) and (3, 0), (1, 0): products between 3, 1, 0, 0, within 5, 1.5, 2.5."""
+    gradients = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [1.0, 0.0]]])
+    found = moments(products_of(gradients))
+    assert found.signal.tolist() == [[3.0, 0.5], [0.5, 0.0]]
+    assert found.noise.tolist() == [[2.0, 1.0], [1.0, 2.5]]
+    weights = torch.tensor([1.0, 2.0])
+    assert signal_to_noise(found, weights) == pytest.approx(5 / 16)
+
+
+def test_estimates_are_unbiased():
+    """The mean over 4,000 repetitions of 5 batches is within 5 of its standard errors."""
+    found = [moments(products_of(drawn(5, seed, MEANS, SCALES))) for seed in range(4000)]
+    for estimates, truth in zip(zip(*found, strict=True), (MEANS @ MEANS.T, NOISE), strict=True):
+        values = torch.stack(estimates)
+        error = values.std(0) / len(values) ** 0.5
+        assert ((values.mean(0) - truth).abs() < 5 * error).all()
+        assert (error < 0.1).all()
+
+
+def test_intervals_cover_the_truth():
+    """Of 300 intervals of two standard errors, about 95 % hold the signal of each step."""
+    truth, covered = MEANS @ MEANS.T, torch.zeros(3)
+    for seed in range(300):
+        found, error = jackknife(
+            products_of(drawn(16, seed, MEANS, SCALES)), lambda m: m.signal.diagonal()
+        )
+        covered += (found - truth.diagonal()).abs() < 2 * error
+    assert (covered / 300 > 0.88).all()
+    assert (covered / 300 < 0.99).all()
+
+
+def test_the_best_weights_are_better_than_all_others():
+    """By the measure that they maximise: the projection on the whole mean gradient."""
+    found = Moments(MEANS @ MEANS.T, NOISE)
+    best, total = best_weights(found), found.signal.sum(1)
+
+    def shown(w: torch.Tensor) -> torch.Tensor:
+        return (w @ total).square() / (w @ found.noise @ w)
+
+    assert best.max() == 1
+    assert (best >= 0).all()
+    others = torch.rand(2000, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert all(shown(best) >= shown(w) for w in others)
+    assert signal_to_noise(found, best) > 1.5 * signal_to_noise(found, torch.ones(3).double())
+
+
+def test_a_step_that_leads_elsewhere_has_no_weight():
+    means = torch.tensor([[2.0, 0.0], [1.0, 0.5], [-1.0, 0.1]])
+    weights = best_weights(Moments(means @ means.T, torch.diag(torch.tensor([1.0, 2.0, 3.0]))))
+    assert weights[2] == 0
+    assert weights[0] == 1
+    assert 0 < weights[1] < 1
+
+
+def test_a_signal_that_no_step_has_gives_no_weights():
+    found = Moments(-torch.eye(2), torch.eye(2))
+    assert best_weights(found).tolist() == [0, 0]
+
+
+def test_weights_are_judged_by_batches_that_did_not_choose_them():
+    """Without any signal, weights judged by their own batches seem to show one, and here do not."""
+    nothing, steps = torch.zeros(6, 40, dtype=torch.float64), torch.ones(6).double()
+    products = [products_of(drawn(12, seed, nothing, steps)) for seed in range(300)]
+    own = torch.stack([signal_to_noise(m, best_weights(m)) for m in map(moments, products)])
+    judged = torch.stack([crossed(one) for one in products])
+    assert own.nan_to_num().mean() > 0.01
+    assert judged.mean().abs() < 4 * judged.std() / len(judged) ** 0.5
+
+
+@pytest.mark.parametrize(
+    ("count", "work"), [(1, moments), (3, crossed), (2, lambda p: jackknife(p, sum))]
+)
+def test_too_few_batches_are_refused(count, work):
+    with pytest.raises(ValueError, match=f"gradients of {count} batches"):
+        work(torch.zeros(count, 2, count, 2))
