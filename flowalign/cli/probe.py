@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--weights", metavar="FOLDER", help="saved weights; default: the model's")
     parser.add_argument("--batches", type=whole(4, 10_000), default=16, help="default: 16")
+    parser.add_argument(
+        "--overlay", metavar="FILE", help="write the best weights of the steps as a run file"
+    )
     parser.add_argument("--out", metavar="FILE", help="write all figures as JSON")
 
 
@@ -36,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
     from flowalign.utils.errors import ConfigError
     from flowalign.utils.files import write_text
 
+    if args.overlay and len(args.methods or ()) > 1:
+        raise ConfigError("--overlay is of one run; give it without --methods, or with one")
     configs, overrides = settings_of(args)
     names = args.methods or [None]
     runs = [load([*configs, *([name] if name else [])], overrides)[0] for name in names]
@@ -48,9 +53,27 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(str(error)) from error
         found[title] = result
         table(title, rows(result))
+        if args.overlay:
+            write_text(Path(args.overlay), overlay(result))
         if args.out:
             write_text(Path(args.out), json.dumps(found, indent=2) + "\n")
     return 0
+
+
+def overlay(result: dict) -> str:
+    """Return a run file with the best weights, to be put after the others.
+
+    Raises:
+        ConfigError: No step showed a signal.
+    """
+    from flowalign.utils.errors import ConfigError
+
+    if not any(result["step_weight"]):
+        raise ConfigError("no step showed a signal, so there are no weights: give more --batches")
+    return (
+        f"# From {result['batches']} batches of flowalign probe.\n"
+        f"recipe:\n  init_args:\n    step_weight: {result['step_weight']}\n"
+    )
 
 
 def rows(result: dict) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Weight each denoising step in the policy loss."""
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -14,7 +15,7 @@ StepWeight = Literal[
 
 
 def step_weights(
-    kind: StepWeight,
+    kind: StepWeight | Sequence[float],
     kernel: Kernel,
     sigmas: Float[Tensor, "S"],
     eta: Float[Tensor, "T"],
@@ -27,8 +28,10 @@ def step_weights(
     sources). These three have mean 1 over trained steps. inverse_dt: 1 / length (GRPO-Guard,
     arXiv:2510.22319v1). inverse_sensitivity: 1 / |d mean / d v| (PRECISE's Guard). proportional:
     makes the gradient of each step proportional to its length and keeps the sum of the native
-    weights |d mean / d v| / std (PCPO, arXiv:2509.25774).
+    weights |d mean / d v| / std (PCPO, arXiv:2509.25774). Numbers: those, one per denoising step.
     """
+    if not isinstance(kind, str):
+        return torch.where(trained, torch.tensor(kind, device=eta.device), 0.0)
     if kind not in get_args(StepWeight):
         raise ValueError(
             f"step weight {kind!r} unknown; choose from {', '.join(get_args(StepWeight))}"

@@ -37,8 +37,10 @@ PROJECTED = 2**16
 class Probe:
     """Holds the gradients of independent batches at the same weights, and what they cost."""
 
+    num_steps: int
+    """Denoising steps of a rollout."""
     steps: list[int]
-    """Denoising steps that any of the batches trained."""
+    """Those of them that any of the batches trained."""
     products: Float[Tensor, "B K B K"]
     """Inner products of their gradients, each as if all steps had the weight 1."""
     own: Float[Tensor, "K"]
@@ -49,6 +51,13 @@ class Probe:
     """What all batches cost together."""
     seconds: float
     """Time for all batches."""
+
+    def overlay(self, weights: Float[Tensor, "K"]) -> list[float]:
+        """Return weights of all denoising steps, as `recipe.step_weight` takes them."""
+        found = [0.0] * self.num_steps
+        for step, weight in zip(self.steps, weights.tolist(), strict=True):
+            found[step] = round(weight, 4)
+        return found
 
     def summary(self) -> dict[str, Any]:
         """Return signal and noise of each step and of all, with standard errors and costs."""
@@ -62,6 +71,7 @@ class Probe:
         for row in rows.values():
             row["per_1000_evaluations"] = 1000 * row["signal_to_noise"] / evaluations
         return {
+            "step_weight": self.overlay(best),
             "batches": count,
             "projected": self.is_projected,
             "steps": [
@@ -115,6 +125,7 @@ def probe(
         log(f"batch {i + 1} of {batches}")
     spent = {name: n - asdict(before)[name] for name, n in asdict(costs).items()}
     return Probe(
+        recipe.sampling.num_steps,
         sorted(own),
         _products(gradients, sorted(own)),
         torch.tensor([own[k] for k in sorted(own)], dtype=torch.float64),

@@ -43,6 +43,7 @@ KERNELS = [FlowSDE(), DanceSDE(), CPS(), Precise(), DDIM()]
         ("inverse_sensitivity", [5.0, 1 / 0.354]),
         # native 1/3 and .538594 sum to .871927: .871927 / .5 * .2 * 3 and / .5 * .3 / .538594
         ("proportional", [1.046313, 0.971338]),
+        ([0.5, 2.0, 7.0], [0.5, 2.0]),
     ],
 )
 def test_step_weights_by_hand(kind, expected):

@@ -6,13 +6,18 @@ import pytest
 import torch
 
 from flowalign.cli.main import main
+from flowalign.cli.probe import overlay
 from flowalign.data.prompts import Prompts
 from flowalign.runs import probe as module
+from flowalign.runs.config import load
 from flowalign.runs.probe import gradients_of_steps, probe
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
+
+SHAPES = "configs/shapes.yaml"
 
 
 def one_batch(step_weight="uniform", micro_batch=5):
@@ -117,3 +122,27 @@ def test_methods_are_compared_by_run_files_and_written_down(tmp_path, capsys):
     costs = [one["a_batch"]["network_evaluations"] for one in found.values()]
     assert costs[1] > costs[0] > 0
     assert "signal to noise" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_best_weights_are_a_run_file_that_is_put_after_the_others(tmp_path):
+    file, small = tmp_path / "weights.yaml", ["--recipe.prompts_per_step", "8"]
+    with pytest.raises(SystemExit, match="0"):
+        main(["probe", SHAPES, "--batches", "12", "--overlay", str(file), *small])
+    run, _ = load([SHAPES, str(file)])
+    found = run.recipe.step_weight
+    assert len(found) == 8
+    assert max(found) == 1
+    assert found[3:] == [0] * 5
+    assert run.recipe.sampling.num_steps == 8
+
+
+def test_weights_without_a_signal_are_no_run_file():
+    with pytest.raises(ConfigError, match="no step showed a signal"):
+        overlay({"step_weight": [0.0, 0.0], "batches": 4})
+
+
+@pytest.mark.parametrize("weights", ["[1.0, 2.0]", "[0, 0, 0, 0, 0, 0, 0, 0]", "[1, -1]"])
+def test_weights_that_do_not_fit_the_steps_are_refused(weights):
+    with pytest.raises(ConfigError, match=r"recipe\.step_weight"):
+        load(SHAPES, ["--recipe.step_weight", weights])

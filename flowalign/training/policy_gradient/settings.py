@@ -62,8 +62,9 @@ class Settings:
     """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
     std_floor: NonNegativeFloat = 1e-6
     """Standard deviation of credit up to which a group carries no signal and gets zeros."""
-    step_weight: StepWeight = "uniform"
-    """Weight of each denoising step in the loss, such as `uniform` or `dt`."""
+    step_weight: StepWeight | list[NonNegativeFloat] = "uniform"
+    """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`, or a number for
+    each step, such as `flowalign probe` finds."""
     on_failed_reward: OnFailure = "raise"
     """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
     trained. drop_group: nor are those of the other samples of their prompt at the same step."""
@@ -73,6 +74,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
+        self._check_step_weight()
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
@@ -94,6 +96,15 @@ class Settings:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, but a loss of pairs divides "
                 f"a step by prompts, of which there are {self.prompts_per_step}"
+            )
+
+    def _check_step_weight(self) -> None:
+        if isinstance(self.step_weight, str):
+            return
+        if len(self.step_weight) != self.sampling.num_steps or not any(self.step_weight):
+            raise ValueError(
+                f"recipe.step_weight is {self.step_weight}; give a number for each of the "
+                f"{self.sampling.num_steps} denoising steps, not all 0, or the name of a rule"
             )
 
     @property
