@@ -25,7 +25,7 @@ quick: $(STAMP) ## tests of the functional core, credit and losses, 17 seconds
 unit: $(STAMP) ## the unit tests, under 2 minutes
 	$(BIN)/pytest $(SPREAD)
 
-test: lint ## lint, unit tests, then the end-to-end runs, 20 minutes
+test: lint ## lint, unit tests, then the end-to-end runs, 25 minutes
 	$(BIN)/pytest $(SPREAD)
 	$(BIN)/pytest $(SPREAD) -m 'slow and not gpu'
 
