@@ -213,7 +213,7 @@ class Ordinal(RewardLoss):
 
     reads = ("ratings",)
 
-    def __init__(self, levels: Sequence[FiniteFloat]):
+    def __init__(self, levels: Sequence[Annotated[int, Range()] | FiniteFloat]):
         super().__init__()
         if len(levels) < 2 or list(levels) != sorted(set(levels)):
             raise ValueError(f"levels are {list(levels)}; give two or more, increasing")

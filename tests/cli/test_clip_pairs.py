@@ -291,7 +291,7 @@ def test_a_reward_that_fails_drops_the_pair_with_its_reason(written, tmp_path):
         ),
         ({"num_steps": 1}, "num_steps is 1; it must be at least 2"),
         ({"num_frames": 0}, "num_frames is 0"),
-        ({"held_out": 1.0}, "held_out 1.0"),
+        ({"held_out": 1.0}, "held_out is 1.0; it must be at least 0 and below 1"),
         ({"clips": "no/such"}, "'no/such' does not exist"),
         ({"clisp": "x"}, "clisp"),
     ],

@@ -465,13 +465,13 @@ def test_the_command_line_hands_over_files_seeds_and_overrides(
         "--metric",
         "redness",
         "--jobs",
-        "5",
+        "1",
         "--num_steps=2",
     )
     assert code == 0
     overrides = ["num_steps=2", "--recipe.sampling.samples_per_prompt", "3", "--num_steps=2"]
     files = [[config] for config in finished]
-    assert asked == [Request(files, overrides, [0, 1], tmp_path / "out", 5, "redness")]
+    assert asked == [Request(files, overrides, [0, 1], tmp_path / "out", 1, "redness")]
 
 
 def test_methods_are_composed_of_their_files_and_named_after_the_last(write, tmp_path, monkeypatch):

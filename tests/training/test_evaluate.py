@@ -94,6 +94,6 @@ def test_a_run_that_fails_says_why_in_its_folder(run_file, monkeypatch):
     def disk_is_full(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("flowalign.runs.session.save_grid", disk_is_full)
+    monkeypatch.setattr("flowalign.runs.steps.save_grid", disk_is_full)
     assert exit_code("train", run_file) == 1
     assert (run_file.parent / "run" / "failure.txt").read_text() == "no space left on device\n"

@@ -415,8 +415,8 @@ def test_too_many_unreadable_media_stop_the_training_and_few_do_not(tmp_path, cl
     ("changes", "why"),
     [
         ({"dimensions": {}}, "at least one"),
-        ({"held_out": 0.0}, "held_out 0"),
-        ({"schedule": {"epochs": 0}}, "schedule.epochs 0"),
+        ({"held_out": 0.0}, "held_out is 0.0; it must be above 0"),
+        ({"schedule": {"epochs": 0}}, "schedule.epochs is 0; it must be at least 1"),
         ({"nonsense": 1}, "nonsense"),
         ({"head": {"class_path": "reward_models.heads.MLQ"}}, "MLQ"),
         (
