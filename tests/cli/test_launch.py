@@ -6,6 +6,8 @@ from flowalign.cli import check, train
 from flowalign.cli import main as cli
 from flowalign.distributed import launch
 
+pytestmark = pytest.mark.slow
+
 SHAPES = "configs/shapes.yaml"
 
 

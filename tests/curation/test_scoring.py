@@ -23,6 +23,8 @@ from flowalign.types import RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
 from tests.fixtures.scoring_rewards import Brightness, Moving, Still, Wins, picture, video
 
+pytestmark = pytest.mark.slow
+
 SIZES = ((12, 8), (8, 12), (9, 9))
 
 

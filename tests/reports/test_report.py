@@ -20,6 +20,8 @@ from flowalign.training.evaluate import Evaluated, save_grid
 from flowalign.training.policy_gradient.credit_record import _small
 from tests.fixtures.fake_run import BLANK, PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _drawing_only_where_it_matters(request, monkeypatch):
