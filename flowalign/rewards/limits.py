@@ -1,9 +1,10 @@
 """Limit what the requests of a reward server may ask for and hold."""
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 MIB = 2**20
 BYTES_PER_PIXEL = 3 * 4
@@ -24,32 +25,29 @@ class Refused(Exception):
 class Limits:
     """Limits the load that a server accepts."""
 
-    max_batch: int = 64
+    max_batch: PositiveInt = 64
     """Largest number of samples per call of the model."""
-    max_wait_ms: float = 3.0
+    max_wait_ms: NonNegativeFloat = 3.0
     """Milliseconds that a request waits for others to share its batch."""
-    deadline: float = 60.0
+    deadline: PositiveFloat = 60.0
     """Seconds until a request fails, unless it asks for less."""
-    max_request_mb: float = 256.0
+    max_request_mb: PositiveFloat = 256.0
     """Largest size of a request, in MiB; larger ones are refused with 413."""
-    max_picture_mp: float = 16.0
+    max_picture_mp: PositiveFloat = 16.0
     """Largest picture or frame, in millions of pixels, by its declared size; 413 beyond it."""
-    max_request_mp: float = 100.0
+    max_request_mp: PositiveFloat = 100.0
     """Largest number of pixels of all pictures and frames of a request, in millions; 413 beyond
     it."""
-    max_held_mb: float = 4096.0
+    max_held_mb: PositiveFloat = 4096.0
     """Memory of all requests that are read or wait, in MiB; 503 beyond it."""
-    max_requests: int = 1024
+    max_requests: PositiveInt = 1024
     """Largest number of requests that are read or wait; 503 beyond it."""
-    read_timeout: float = 30.0
+    read_timeout: PositiveFloat = 30.0
     """Seconds in which a request must have arrived; 408 beyond it."""
 
     def __post_init__(self) -> None:
         """Refuse limits that let no request through."""
-        for name in (field.name for field in fields(self)):
-            value, least = getattr(self, name), "at least 0" if name == "max_wait_ms" else "above 0"
-            if not math.isfinite(value) or value < 0 or (value == 0 and least == "above 0"):
-                raise ValueError(f"{name} is {value}; it must be a number {least}")
+        require_ranges(self, "limits")
         needed = self.max_request_mb + self.max_request_mp * 1e6 * BYTES_PER_PIXEL / MIB
         if self.max_held_mb < needed:
             raise ValueError(

@@ -144,13 +144,15 @@ def gradients_of_steps(
     """
     batch = replace(batch, weight=torch.ones_like(batch.weight))
     num_trained, rows = int(batch.global_mask.sum()), torch.arange(len(batch.mask))
+    local: dict[int, list[Tensor]] = {}
+    for k, chosen in portions(batch, rows, recipe.micro_batch):
+        local.setdefault(k, []).append(chosen)
     for k in batch.global_mask.any(0).nonzero().flatten().tolist():
         learner.optimizer.zero_grad(set_to_none=True)
-        for step, chosen in portions(batch, rows, recipe.micro_batch):
-            if step == k:
-                one = minibatch_of(batch, k, chosen)
-                loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
-                (len(chosen) / num_trained * loss).backward()
+        for chosen in local.get(k, []):
+            one = minibatch_of(batch, k, chosen)
+            loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
+            (len(chosen) / num_trained * loss).backward()
         learner.processes.sum_gradients(learner.parameters)
         found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
         yield k, torch.cat([g.flatten().float() for g in found])
