@@ -23,6 +23,7 @@ from flowalign.types.matching import (
     Residuals,
 )
 from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, VelocityField
+from flowalign.types.request import Reference, Request
 from flowalign.types.reward import (
     Backbone,
     Head,
@@ -79,6 +80,8 @@ __all__ = [
     "Personal",
     "Policy",
     "PolicyLoss",
+    "Reference",
+    "Request",
     "RewardModel",
     "RewardOutput",
     "RewardSpec",

@@ -1,0 +1,56 @@
+"""Define `Request`: what a user asks a model for, which is more than a prompt."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Refers to a picture or a clip that a request comes with, by its content."""
+
+    name: str = field(compare=False)
+    """Name of the file, as errors show it."""
+    digest: str
+    """SHA-256 of the file's content in hexadecimal: what makes two references equal."""
+    read: Callable[[], Float[Tensor, "F 3 H W"]] = field(compare=False, repr=False)
+    """Return the pixels as RGB in [0, 1]; a picture has one frame."""
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Holds a prompt, and what an editing or image-to-video model is given with it."""
+
+    prompt: str
+    """Text, or the instruction of an edit."""
+    references: tuple[Reference, ...] = ()
+    """Source pictures, a first frame, or clips, in the order that the prompt counts them."""
+    mask: Reference | None = None
+    """Picture that is white where the first reference is to be painted anew."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row, for rewards that read them."""
+
+    @cached_property
+    def key(self) -> str:
+        """Return 16 hexadecimal digits that equal requests share, whatever their files are called.
+
+        Groups, seeds, caches, held-out splits and pairs go by it.
+        """
+        mask = self.mask.digest if self.mask else ""
+        content = self.prompt, [one.digest for one in self.references], mask, dict(self.metadata)
+        found = json.dumps(content, sort_keys=True, default=str)
+        return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both ask the same."""
+        return isinstance(other, Request) and self.key == other.key
+
+    def __hash__(self) -> int:
+        """Return a hash of the key."""
+        return hash(self.key)
