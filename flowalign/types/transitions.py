@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.chunk import Chunk
@@ -42,6 +43,8 @@ class Minibatch:
     """Mean of the transition under the old policy, for losses that declare `needs_mean_old`."""
     chunk: Chunk | None = None
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
+    source: Int[Tensor, "n"] | None = None
+    """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
@@ -55,9 +58,29 @@ class Minibatch:
         return self.sigmas[self.k] - self.sigmas[self.k + 1]
 
     def transition(self, field: "VelocityField") -> Gaussian:
-        """Return pi(. | x_k) under the given velocity field."""
-        velocity = field.velocity(self.x.float(), self.sigmas[self.k], self.cond)
+        """Return pi(. | x_k) under the given velocity field, evaluated once for each state."""
+        velocity = self._velocity(field)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
+
+    def _velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
+        x, sigma = self.x.float(), self.sigmas[self.k]
+        if self.source is None:
+            return field.velocity(x, sigma, self.cond)
+        first, row = first_of_each(self.source)
+        first, row = first.to(x.device), row.to(x.device)
+        cond = {name: value[first] for name, value in self.cond.items()}
+        return field.velocity(x[first], sigma, cond)[row]
+
+
+def first_of_each(
+    source: Int[Tensor, "n"],
+) -> tuple[Int[Tensor, "m"], Int[Tensor, "n"]]:
+    """Return where each number occurs first, and the position of every entry's number in that."""
+    values, row = source.unique(return_inverse=True)
+    first = torch.full((len(values),), len(source)).scatter_reduce(
+        0, row, torch.arange(len(source)), "amin"
+    )
+    return first, row
 
 
 class PolicyLoss(ABC):

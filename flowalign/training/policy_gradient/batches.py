@@ -76,8 +76,8 @@ def parts(
 def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
     """Yield every trained transition of the given samples once, in minibatches of one step k.
 
-    A minibatch has at most `size` transitions. For pairs, the winners come first and then, in the
-    same order, the losers; no pair is divided.
+    A minibatch has the transitions of at most `size` states. For pairs, the winners come first and
+    then, in the same order, the losers; no pair is divided.
     """
     for k, chosen in portions(batch, rows, size):
         yield minibatch(batch, k, chosen)
@@ -89,12 +89,25 @@ def portions(
     """Yield step and samples of each minibatch."""
     if batch.rival is None:
         for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
-            yield from ((k, chosen) for chosen in rows[batch.mask[rows, k]].split(size))
+            chosen = rows[batch.mask[rows, k]]
+            yield from ((k, part) for part in _of_states(batch.trajectory, k, chosen, size))
         return
     wins = batch.rival[rows] >= 0
     for k in wins.any(0).nonzero().flatten().tolist():
         for winners in rows[wins[:, k]].split(max(size // 2, 1)):
             yield k, torch.cat([winners, batch.rival[winners, k]])
+
+
+def _of_states(
+    trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"], size: int
+) -> Iterator[Int[Tensor, "m"]]:
+    """Yield the samples whose transition k leaves one of `size` states, for all their states."""
+    states, row = trajectory.rows.source_row[chosen, k].unique(return_inverse=True)
+    if len(states) == len(chosen):
+        yield from chosen.split(size)
+        return
+    for start in range(0, len(states), size):
+        yield chosen[(row >= start) & (row < start + size)]
 
 
 def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
@@ -114,7 +127,13 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         cond=take(trajectory.cond, on_device // trajectory.group_size),
         mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
+        source=_source(trajectory, k, chosen),
     )
+
+
+def _source(trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"]) -> Int[Tensor, "n"] | None:
+    source = trajectory.rows.source_row[chosen, k]
+    return source if len(source.unique()) < len(source) else None
 
 
 def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:

@@ -54,7 +54,7 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
         * (1 if how.guidance == "off" else per_velocity)
         for k, how in cfg.requested(window)
     ]
-    training = num_trained(cfg, empty) * cfg.epochs_per_step * per_velocity
+    training = num_evaluated(cfg, empty) * cfg.epochs_per_step * per_velocity
     sampled = sum(len(empty.rows.unique_rows(k)) for k in range(num_steps))
     return {
         "sampling": sampled * per_velocity,
@@ -70,6 +70,17 @@ def num_trained(cfg: Settings, empty: Trajectory) -> int:
         return int(empty.trained.sum())
     sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]
     return 2 * int((sets > 1).sum())
+
+
+def num_evaluated(cfg: Settings, empty: Trajectory) -> int:
+    """Return the states of a prompt that an update evaluates: one for all that leave it.
+
+    Pairs, and samples that are spread over several updates, may share fewer, so this is the most.
+    """
+    if cfg.algorithm.pairs or cfg.updates_per_step > 1:
+        return num_trained(cfg, empty)
+    source = empty.rows.source_row[:, :-1]
+    return sum(len(source[empty.trained[:, k], k].unique()) for k in range(empty.num_steps))
 
 
 def _check(cfg: Settings, run: RunContext, model: ModelPlan, world: int) -> None:

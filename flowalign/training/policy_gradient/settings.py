@@ -43,7 +43,8 @@ class Settings:
     epochs_per_step: PositiveInt = 1
     """Number of passes over the samples of a step."""
     micro_batch: PositiveInt = 64
-    """Transitions per forward and backward pass; changes memory, not the update."""
+    """States per forward and backward pass, with all transitions that leave them; changes memory,
+    not the update."""
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
     whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
