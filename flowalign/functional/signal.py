@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Moments(NamedTuple):
@@ -43,6 +44,30 @@ def moments(products: Float[Tensor, "B K B K"]) -> Moments:
     signal = between / (count * (count - 1))
     signal = (signal + signal.T) / 2
     return Moments(signal, within / count - signal)
+
+
+def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float]) -> Moments:
+    """Estimate signal and noise of one batch without bias from its two independent halves.
+
+    Their gradients add up to the batch's; each has the expectation share * m_k, where the share is
+    that of its samples.
+    """
+    first, second = halves
+    whole = first + second
+    between = (first @ second.T).double() / (shares[0] * shares[1])
+    signal = (between + between.T) / 2
+    return Moments(signal, (whole @ whole.T).double() - signal)
+
+
+def projected(
+    vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int
+) -> Float[Tensor, "q"]:
+    """Add each entry, negated where its sign is False, to one of `size` sums.
+
+    With random signs, inner products keep their expectation and gain noise.
+    """
+    signed = torch.where(signs, vector, -vector)
+    return pad(signed, (0, -len(vector) % size)).view(-1, size).sum(0)
 
 
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
