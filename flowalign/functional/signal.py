@@ -93,6 +93,19 @@ def best_weights(found: Moments) -> Float[Tensor, "K"]:
     return weights
 
 
+def above_noise(found: Moments) -> Moments:
+    """Return the same noise, and of the signal what stands out from the error of its estimate.
+
+    In units of each step's noise the estimate has eigenvalues, which truly are 0 or above: the
+    lowest says how far they are off, and all are lowered by as much, down to 0.
+    """
+    unit = found.noise.diagonal().clamp(min=torch.finfo(found.noise.dtype).tiny).sqrt()
+    values, vectors = torch.linalg.eigh(found.signal / (unit[:, None] * unit))
+    kept = (values + values[:1].clamp(max=0)).clamp(min=0)
+    signal = (vectors * kept) @ vectors.T * (unit[:, None] * unit)
+    return Moments(signal, found.noise)
+
+
 def crossed(products: Float[Tensor, "B K B K"]) -> Float[Tensor, ""]:
     """Return the signal to noise of the best weights, found on one half of the batches each.
 

@@ -64,6 +64,7 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
         Panel("Held out: optimised and watched", "change", _changes(series, weights), _points),
         *_evaluation(series),
         *_preference(series),
+        *_steps(series),
         Panel("Ratio of new to old policy", "ratio - 1", ratio, _band),
         Panel("Clipped transitions", "share", clips, _curves),
         Panel("KL to the reference", "KL", pick(kl="kl"), _curves),
@@ -127,6 +128,20 @@ def _evaluation(series: Lines) -> list[Panel]:
             split, _, dim = name[5:].rpartition("/")
             dims.setdefault(dim, {})[split or "all"] = line
     return [Panel(f"Held-out {dim}", "score", lines, _points) for dim, lines in dims.items()]
+
+
+def _steps(series: Lines) -> list[Panel]:
+    """Return panels of denoising steps whose weights are measured: weight, signal and noise."""
+
+    def each(quantity: str) -> Lines:
+        found = {n.rpartition("/")[2]: line for n, line in series.items() if n.startswith(quantity)}
+        return {f"step {k}": found[k] for k in sorted(found, key=int)}
+
+    return [
+        Panel("Weight of each denoising step", "weight, mean 1", each("step_weight/"), _ordered),
+        Panel("Signal of each denoising step", "squared mean", each("step_signal/"), _ordered),
+        Panel("Noise of each denoising step", "mean square", each("step_noise/"), _ordered),
+    ]
 
 
 def style() -> dict[Any, Any]:
@@ -209,6 +224,16 @@ def _curves(axes: Any, lines: Lines) -> None:
     """Draw quantities whose zero means something; mark few points, or one would not show."""
     for label, line in lines.items():
         axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+
+
+def _ordered(axes: Any, lines: Lines) -> None:
+    """Draw quantities whose labels have an order, in colours from dark to light."""
+    from matplotlib import colormaps
+
+    for i, (label, line) in enumerate(lines.items()):
+        colour = colormaps["viridis"](0.9 * i / max(len(lines) - 1, 1))
+        axes.plot(*_arrays(line), label=label, color=colour, marker="o", markersize=2)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 

@@ -5,6 +5,7 @@ import torch
 
 from flowalign.functional.signal import (
     Moments,
+    above_noise,
     best_weights,
     crossed,
     jackknife,
@@ -133,6 +134,31 @@ def test_a_step_that_leads_elsewhere_has_no_weight():
     assert weights[2] == 0
     assert weights[0] == 1
     assert 0 < weights[1] < 1
+
+
+def test_signal_that_does_not_stand_out_is_taken_away():
+    """In units of noises 1 and 4 the estimate is [[2, 1], [1, 0]]: eigenvalues 1 +- sqrt 2.
+
+    The lower one taken from the upper leaves 2, along (1, sqrt 2 - 1) / sqrt(4 - 2 sqrt 2).
+    """
+    found = above_noise(
+        Moments(
+            torch.tensor([[2.0, 2.0], [2.0, 0.0]]).double(),
+            torch.diag(torch.tensor([1.0, 4.0])).double(),
+        )
+    )
+    root = 2**0.5
+    along = torch.tensor([1, 2 * (root - 1)]).double()
+    wanted = 2 / (4 - 2 * root) * along[:, None] * along
+    torch.testing.assert_close(found.signal, wanted)
+    assert found.noise.diagonal().tolist() == [1, 4]
+
+
+def test_signals_known_exactly_stand_out_whole_and_their_negative_not_at_all():
+    exact = Moments(MEANS @ MEANS.T, NOISE)
+    torch.testing.assert_close(above_noise(exact).signal, exact.signal, atol=1e-12, rtol=0)
+    negative = above_noise(Moments(-exact.signal, NOISE))
+    torch.testing.assert_close(negative.signal, 0 * exact.signal, atol=1e-12, rtol=0)
 
 
 def test_a_signal_that_no_step_has_gives_no_weights():

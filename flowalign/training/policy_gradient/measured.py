@@ -8,11 +8,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from flowalign.functional.signal import Moments, best_weights
+from flowalign.functional.signal import Moments, above_noise, best_weights
 from flowalign.functional.weight import StepWeight
 from flowalign.utils.ranges import PositiveFloat, UnitInterval, require_ranges
 
 Quantity = Literal["gradient", "update"]
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +29,15 @@ class MeasuredWeight:
     measured: Quantity = "gradient"
     """gradient: signal and noise of gradients. update: of what AdamW makes of them, each entry
     divided by sqrt(v) + eps with the second moment v of earlier updates."""
-    half_life: PositiveFloat = 20.0
+    half_life: PositiveFloat = 40.0
     """Steps of the loop after which a measurement counts half in the averages. After as many, half
-    of each weight is measured and half is the start's."""
+    of each weight is the best one that was measured, and half is the start's."""
     floor: UnitInterval = 0.05
     """Smallest weight of a trained step, as a share of the largest."""
-    start: StepWeight | list[PositiveFloat] = "uniform"
-    """Weights before anything is measured: a rule, or a number for each denoising step."""
+    start: Literal[StepWeight, "noise"] | list[PositiveFloat] = "noise"
+    """Weights while signal is little known. noise: 1 / sqrt(noise), the best ones if all steps have
+    the same signal to noise; 1 before the noise of a step is measured. Or another rule, or a number
+    for each denoising step."""
 
     def __post_init__(self) -> None:
         """Reject numbers out of range."""
@@ -45,13 +48,19 @@ class MeasuredWeight:
     ) -> Float[Tensor, "T"]:
         """Return the weights of the steps that are trained, with mean 1 over them; 0 elsewhere.
 
-        A step that was never measured keeps its weight of the start.
+        A step that was never measured keeps its weight of the start. Without any signal that stands
+        out, all do.
         """
+        steps = trained.cpu().nonzero()[:, 0]
         weight = start[trained].double().cpu()
         weight /= weight.mean()
-        evidence = averages.evidence.diagonal()[trained.cpu()]
+        evidence = averages.evidence.diagonal()[steps]
         known = evidence > 0
-        best = best_weights(averages.of(trained.cpu().nonzero()[known, 0]))
+        found = averages.of(steps[known])
+        if self.start == "noise":
+            even = found.noise.diagonal().clamp(min=_TINY).rsqrt()
+            weight[known] = even / even.mean()
+        best = best_weights(above_noise(found))
         if best.any():
             best *= weight[known].sum() / best.sum()
             weight[known] = torch.lerp(weight[known], best, evidence[known])

@@ -127,10 +127,12 @@ class Settings:
     @property
     def step_rule(self) -> StepWeight | list[float]:
         """Return the rule or the numbers of step weights; of measured ones, those at the start."""
-        if self.step_weight == "measured":
-            return MeasuredWeight().start
-        given = self.step_weight
-        return given.start if isinstance(given, MeasuredWeight) else given
+        measured = self.measured
+        if measured:
+            return "uniform" if measured.start == "noise" else measured.start
+        assert self.step_weight != "measured"
+        assert not isinstance(self.step_weight, MeasuredWeight)
+        return self.step_weight
 
     @property
     def updates(self) -> int:

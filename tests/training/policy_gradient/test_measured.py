@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import yaml
 
 from flowalign.functional.signal import Moments, best_weights
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
+from flowalign.runs.config import load
 from flowalign.sampling.sde_windows import Random
 from flowalign.training.policy_gradient import step_gradients
 from flowalign.training.policy_gradient.batches import minibatches
@@ -14,6 +16,8 @@ from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.step_gradients import StepGradients, halves
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.training import (
     checked,
     credited,
@@ -74,7 +78,7 @@ def test_pairs_are_averaged_over_the_updates_that_trained_both():
 
 def test_weights_move_from_the_start_to_the_best_as_evidence_grows():
     """Best are 4, 1, 1, by signal / noise: 2, .5, .5 of mean 1; the start 1, 1, 4 is .5, .5, 2."""
-    cfg, start = MeasuredWeight(), torch.tensor([1.0, 1.0, 4.0, 0.0])
+    cfg, start = MeasuredWeight(start="uniform"), torch.tensor([1.0, 1.0, 4.0, 0.0])
     shares = {0.0: [0.5, 0.5, 2.0, 0], 0.5: [1.25, 0.5, 1.25, 0], 1.0: [2.0, 0.5, 0.5, 0]}
     for evidence, wanted in shares.items():
         known = averages([4.0, 1.0, 2.0, 0.0], [1.0, 1.0, 2.0, 0.0], evidence)
@@ -97,14 +101,24 @@ def test_a_step_that_was_never_measured_keeps_its_start():
         torch.tensor([0, 1]),
         0.0,
     )
-    found = MeasuredWeight().weights(known, torch.ones(4), TRAINED)
+    found = MeasuredWeight(start="uniform").weights(known, torch.ones(4), TRAINED)
     assert found.tolist() == pytest.approx([1.5, 0.5, 1, 0])
 
 
 def test_without_any_signal_the_weights_are_those_of_the_start():
     known = averages([-1.0, -2.0, -1.0, 0.0], [1.0, 1.0, 1.0, 0.0], 1.0)
-    found = MeasuredWeight().weights(known, torch.tensor([1.0, 2.0, 3.0, 0.0]), TRAINED)
+    given = MeasuredWeight(start="uniform")
+    found = given.weights(known, torch.tensor([1.0, 2.0, 3.0, 0.0]), TRAINED)
     assert found.tolist() == [0.5, 1, 1.5, 0]
+
+
+def test_while_signal_is_unknown_noise_alone_says_how_steps_weigh():
+    """Noise of 1, 4 and 16 has roots of 1, 2 and 4: weights 4, 2 and 1 of mean 1."""
+    known = averages([-1.0, -2.0, -1.0, 0.0], [1.0, 4.0, 16.0, 1.0], 1.0)
+    found = MeasuredWeight().weights(known, torch.ones(4), TRAINED)
+    assert found.tolist() == pytest.approx([12 / 7, 6 / 7, 3 / 7, 0])
+    first = MeasuredWeight().weights(Averages.none(4), torch.ones(4), TRAINED)
+    assert first.tolist() == [1, 1, 1, 0]
 
 
 # Gradients ----------------------------------------------------------------------------------------
@@ -339,3 +353,48 @@ def test_settings_that_cannot_be_measured_are_refused(recipe, said):
 def test_numbers_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=rf"recipe\.step_weight\.{next(iter(change))} is "):
         MeasuredWeight(**change)
+
+
+# Run files ----------------------------------------------------------------------------------------
+
+SHAPES = str(CONFIGS / "shapes.yaml")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("measured", MeasuredWeight()),
+        ("{measured: update}", MeasuredWeight(measured="update")),
+        ("{half_life: 5, start: std}", MeasuredWeight(half_life=5.0, start="std")),
+    ],
+)
+def test_run_files_name_measured_weights_alone_or_with_their_settings(tmp_path, written, meant):
+    overlay = tmp_path / "overlay.yaml"
+    overlay.write_text(yaml.safe_dump({"recipe": {"step_weight": yaml.safe_load(written)}}))
+    run, text = load([SHAPES, str(overlay)])
+    assert run.recipe.measured == meant
+    (tmp_path / "resolved.yaml").write_text(text)
+    assert load(str(tmp_path / "resolved.yaml"))[0].recipe.measured == meant
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("measure", "recipe.step_weight: Expected a typing.Literal['uniform', 'std', 'dt'"),
+        ("{half_life: 0}", "half_life is 0.0; it must be above 0"),
+        (
+            "{measured: noise}",
+            "step_weight.measured: Expected a typing.Literal['gradient', 'update']",
+        ),
+        ("{flor: 0.1}", "did you mean recipe.step_weight.floor?"),
+        (
+            "{start: [1, 2]}",
+            "recipe.step_weight.start is [1.0, 2.0]; give a number for each of the 8",
+        ),
+    ],
+)
+def test_mistakes_in_run_files_are_named(written, said):
+    with pytest.raises(ConfigError) as caught:
+        load(SHAPES, ["--recipe.step_weight", written])
+    assert said in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
