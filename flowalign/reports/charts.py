@@ -131,17 +131,13 @@ def _evaluation(series: Lines) -> list[Panel]:
 
 
 def _steps(series: Lines) -> list[Panel]:
-    """Return panels of denoising steps whose weights are measured: weight, signal and noise."""
-
-    def each(quantity: str) -> Lines:
-        found = {n.rpartition("/")[2]: line for n, line in series.items() if n.startswith(quantity)}
-        return {f"step {k}": found[k] for k in sorted(found, key=int)}
-
-    return [
-        Panel("Weight of each denoising step", "weight, mean 1", each("step_weight/"), _ordered),
-        Panel("Signal of each denoising step", "squared mean", each("step_signal/"), _ordered),
-        Panel("Noise of each denoising step", "mean square", each("step_noise/"), _ordered),
-    ]
+    found = []
+    for what, unit in (("weight", "mean 1"), ("signal", "squared mean"), ("noise", "mean square")):
+        names = [name for name in series if name.startswith(f"step_{what}/")]
+        steps = sorted(int(name.rpartition("/")[2]) for name in names)
+        lines = {f"step {k}": series[f"step_{what}/{k}"] for k in steps}
+        found.append(Panel(f"{what.capitalize()} of denoising steps", unit, lines, _ordered))
+    return found
 
 
 def style() -> dict[Any, Any]:
@@ -228,11 +224,11 @@ def _curves(axes: Any, lines: Lines) -> None:
 
 
 def _ordered(axes: Any, lines: Lines) -> None:
-    """Draw quantities whose labels have an order, in colours from dark to light."""
+    """Draw lines that have an order, in colours from dark to light."""
     from matplotlib import colormaps
 
-    for i, (label, line) in enumerate(lines.items()):
-        colour = colormaps["viridis"](0.9 * i / max(len(lines) - 1, 1))
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
+    for (label, line), colour in zip(lines.items(), shades, strict=True):
         axes.plot(*_arrays(line), label=label, color=colour, marker="o", markersize=2)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 

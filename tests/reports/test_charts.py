@@ -45,18 +45,18 @@ def test_a_chart_of_one_line_needs_no_legend():
 
 def test_steps_whose_weights_are_measured_have_charts_beside_each_other_in_numerical_order():
     series = {
-        f"step_{name}/{k}": {0: k + size, 1: 2.0 * k, 2: 1.0}
+        f"step_{name}/{k}": {0: float(k + size), 1: 2.0 * k, 2: 1.0}
         for size, name in enumerate(("weight", "signal", "noise"))
         for k in (10, 2, 9)
     }
-    found = [panel for panel in charts.panels(series) if "denoising step" in panel.title]
+    found = [panel for panel in charts.panels(series) if "denoising steps" in panel.title]
     assert [panel.title.partition(" ")[0] for panel in found] == ["Weight", "Signal", "Noise"]
     for size, panel in enumerate(found):
         assert list(panel.lines) == ["step 2", "step 9", "step 10"]
         assert panel.lines["step 9"][0] == 9 + size
     words = set(re.findall("<!-- (.*?) -->", drawing_of_panel(found[0])))
-    assert {"step 2", "step 9", "step 10", "weight, mean 1"} <= words
-    assert not [p for p in charts.panels({"kl": {0: 1.0}}) if "denoising step" in p.title]
+    assert {"step 2", "step 9", "step 10", "mean 1"} <= words
+    assert not [p for p in charts.panels({"kl": {0: 1.0}}) if "denoising steps" in p.title]
 
 
 def num_points(drawing):
