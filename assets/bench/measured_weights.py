@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Iterator
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.runs.bench import opened
 from flowalign.runs.config import load
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
@@ -23,8 +23,8 @@ def seconds(config: str, weight: str, steps: int) -> Iterator[float]:
     """Yield the processor time of each step after the first, which is not counted."""
     run, _ = load(config, ["--recipe.step_weight", weight])
     recipe, learner, rewards, _ = opened(run)
-    prompts = Prompts(read_prompts(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed).run(range(steps + 1))
+    requests = Requests(read_requests(recipe.prompts), run.seed)
+    loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed).run(range(steps + 1))
     next(loop)
     yield 0.0
     for _ in range(steps):

@@ -118,7 +118,7 @@ def build_batch(
     Without `averages`, step weights that are measured are those of the start.
     """
     trajectory, start = values.trajectory, gathered.rank_offset
-    local = slice(start, start + len(trajectory.prompts))
+    local = slice(start, start + len(trajectory.requests))
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage[local],

@@ -16,6 +16,7 @@ from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.step_gradients import StepGradients, halves
+from flowalign.types import plain_requests
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.run_files import CONFIGS
 from tests.fixtures.training import (
@@ -36,7 +37,7 @@ TRAINED = torch.tensor([True, True, True, False])
 def one_batch(learner, **recipe):
     cfg = new_recipe(**recipe)
     values = completion_values(
-        cfg, learner, new_rewards(), rollout(cfg, learner, ["a", "bb", "ccc"], 0, 0)
+        cfg, learner, new_rewards(), rollout(cfg, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
     )
     return cfg, credited(cfg, learner, values)[0]
 
