@@ -41,7 +41,10 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
             times["sample"], lambda i=i: rollout(recipe, learner, batch, run.seed, i)
         )
         trained = _timed(times["reward"], lambda t=trajectory: credited(recipe, learner, loop, t))
-        _timed(times["update"], lambda b=trained, i=i: update(recipe, learner, b, run.seed, i))
+        _timed(
+            times["update"],
+            lambda b=trained, i=i: update(recipe, learner, b, run.seed, i, loop.steps),
+        )
         _timed(times["floor"], lambda t=trajectory: _bare(recipe, run.policy, t))
         learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients are not used
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}

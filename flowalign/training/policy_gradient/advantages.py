@@ -15,9 +15,10 @@ from flowalign.rewards.composite import Rewards, drop_failed
 from flowalign.rewards.objectives import TransformedValues, not_dominated
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
+from flowalign.training.policy_gradient.measured import Averages
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.state_values import CompletionValues
-from flowalign.types import StepCredit
+from flowalign.types import StepCredit, Trajectory
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,33 @@ def build_batch(
     values: CompletionValues,
     gathered: GatheredCredit,
     advantage: Float[Tensor, "n T"],
+    averages: Averages | None = None,
 ) -> TrainBatch:
-    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them."""
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them.
+
+    Without `averages`, step weights that are measured are those of the start.
+    """
     trajectory, start = values.trajectory, gathered.rank_offset
-    local, eta = slice(start, start + len(trajectory.requests)), trajectory.eta.amax(0)
+    local = slice(start, start + len(trajectory.requests))
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage[local],
         mask=gathered.trained[local],
-        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
+        weight=_weights_of_steps(cfg, trajectory, averages),
         global_mask=gathered.trained,
         rank_offset=start,
     )
     return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def _weights_of_steps(
+    cfg: Settings, trajectory: Trajectory, averages: Averages | None
+) -> Float[Tensor, "T"]:
+    eta = trajectory.eta.amax(0)
+    weight = step_weights(cfg.step_rule, trajectory.kernel, trajectory.sigmas, eta, eta > 0)
+    if cfg.measured is None:
+        return weight
+    return cfg.measured.weights(averages or Averages.none(len(weight)), weight, eta > 0)
 
 
 def credit_metrics(

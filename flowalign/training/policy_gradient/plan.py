@@ -8,6 +8,7 @@ from flowalign.sampling.frame_windows import frame_windows
 from flowalign.sampling.rollout import DTYPES
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.step_gradients import kept_size
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.reference import unguided
 from flowalign.types import ModelPlan, Trajectory
@@ -31,10 +32,11 @@ def plan_step(
     )
     rows = _rows(cfg, run, window)
     rows |= _calibration_rows(cfg, calibration, run, window)
+    rows |= _measured_rows(cfg)
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
-        parts=_rollout_memory(cfg, model, world, window),
+        parts=[*_rollout_memory(cfg, model, world, window), *_measured_memory(cfg, model, window)],
         evaluations_per_example=per_velocity,
         decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
     )
@@ -133,6 +135,26 @@ def _calibration_rows(
         f"{samples * each * run.policy.evaluations_per_velocity} network evaluations, "
         f"{samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards.models)} reward calls"
     }
+
+
+def _measured_rows(cfg: Settings) -> dict[str, str]:
+    """Return how step weights are measured, if they are."""
+    how = cfg.measured
+    if how is None:
+        return {}
+    return {
+        "step weights": f"measured from {how.measured}s, over half of "
+        f"{cfg.prompts_per_step // cfg.updates_per_step} prompts each; start {how.start}, "
+        f"half-life {how.half_life:g} steps, floor {how.floor:g}"
+    }
+
+
+def _measured_memory(cfg: Settings, model: ModelPlan, window: Sequence[int]) -> list[MemoryPart]:
+    """Return the memory of the gradients of steps over halves, of their sum and of one copy."""
+    if cfg.measured is None:
+        return []
+    kept = 2 * len(window) * kept_size(model.trainable, cfg.sampling.num_steps)
+    return [MemoryPart("gradients of steps", 4 * (kept + 2 * model.trainable), "updating")]
 
 
 def _rollout_memory(

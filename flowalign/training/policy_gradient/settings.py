@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -17,6 +18,7 @@ from flowalign.sampling.completion import CompletionRequest, CreditRequirements,
 from flowalign.sampling.rollout import Sampling, empty_trajectory
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
+from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.types import CreditEstimator, PolicyLoss, Trajectory, plain_requests
 from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
@@ -63,9 +65,12 @@ class Settings:
     """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
     std_floor: NonNegativeFloat = 1e-6
     """Standard deviation of credit up to which a group carries no signal and gets zeros."""
-    step_weight: StepWeight | list[NonNegativeFloat] = "uniform"
-    """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`, or a number for
-    each step, such as `flowalign probe` finds."""
+    step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
+        "uniform"
+    )
+    """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`; a number for
+    each step, such as `flowalign probe` finds; or `measured` while training, with settings of its
+    own such as `{measured: update, half_life: 40}`."""
     on_failed_reward: OnFailure = "raise"
     """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
     trained. drop_group: nor are those of the other samples of their prompt at the same step."""
@@ -100,13 +105,35 @@ class Settings:
             )
 
     def _check_step_weight(self) -> None:
-        if isinstance(self.step_weight, str):
-            return
-        if len(self.step_weight) != self.sampling.num_steps or not any(self.step_weight):
+        rule, num_steps = self.step_rule, self.sampling.num_steps
+        key = "recipe.step_weight.start" if self.measured else "recipe.step_weight"
+        if not isinstance(rule, str) and (len(rule) != num_steps or not any(rule)):
             raise ValueError(
-                f"recipe.step_weight is {self.step_weight}; give a number for each of the "
-                f"{self.sampling.num_steps} denoising steps, not all 0, or the name of a rule"
+                f"{key} is {rule}; give a number for each of the {num_steps} denoising steps, "
+                "not all 0, or the name of a rule"
             )
+        if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
+            raise ValueError(
+                f"recipe.step_weight is measured between two halves of the prompts of an update; "
+                f"prompts_per_step is {self.prompts_per_step}, updates_per_step "
+                f"{self.updates_per_step}: make prompts_per_step at least twice as large"
+            )
+
+    @property
+    def measured(self) -> MeasuredWeight | None:
+        """Return how step weights are measured while training, or None."""
+        named = MeasuredWeight() if self.step_weight == "measured" else self.step_weight
+        return named if isinstance(named, MeasuredWeight) else None
+
+    @property
+    def step_rule(self) -> StepWeight | list[float]:
+        """Return the rule or the numbers of step weights; of measured ones, those at the start."""
+        measured = self.measured
+        if measured:
+            return "uniform" if measured.start == "noise" else measured.start
+        assert self.step_weight != "measured"
+        assert not isinstance(self.step_weight, MeasuredWeight)
+        return self.step_weight
 
     @property
     def updates(self) -> int:
