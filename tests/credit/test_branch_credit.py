@@ -17,8 +17,9 @@ from flowalign.functional.advantage import group_center
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.sampling.rollout import Sampling, empty_trajectory
+from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.settings import Sampling
 from flowalign.types import Trajectory, ValueFunction
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given

@@ -14,7 +14,8 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
 from flowalign.sampling.calibration import Calibration, Gains, calibrate
 from flowalign.sampling.completion import CompletionRequest
-from flowalign.sampling.rollout import Sampling, sample
+from flowalign.sampling.rollout import sample
+from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.rollouts import completion_values
 from flowalign.training.policy_gradient.settings import Settings

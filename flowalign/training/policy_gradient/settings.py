@@ -14,7 +14,8 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
 from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
-from flowalign.sampling.rollout import Sampling, empty_trajectory
+from flowalign.sampling.rollout import empty_trajectory
+from flowalign.sampling.settings import Sampling
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.types import CreditEstimator, PolicyLoss, Trajectory

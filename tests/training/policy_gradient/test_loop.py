@@ -19,8 +19,8 @@ from flowalign.losses.policy_gradient.surrogates import (
 )
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling.settings import Sampling
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
