@@ -98,7 +98,7 @@ def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> Non
         for size in (sampling.micro_batch, recipe.micro_batch)
         for i in range(0, len(x), size)
     ]
-    trained = (trajectory.eta.amax(0) > 0).nonzero().flatten().tolist()
+    trained = trajectory.trained.any(0).nonzero().flatten().tolist()
     cost = evaluations(recipe, trained)
     num_sampling = -(-len(x) // sampling.micro_batch)
     with torch.no_grad():

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
+from flowalign.functional.solver import second_order_step, thinned_schedule
 from flowalign.functional.transition import log_density, sample_next, transition
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.frame_windows import frame_windows, shared_outside
@@ -29,7 +30,7 @@ def sample(
     finish: Collection[CompletionRequest] = (),
     keep: Collection[int] | None = None,
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
+    """Draw `cfg.samples_per_prompt` trajectories per prompt, whose steps in `steps` are trained.
 
     Each prompt has its own generator: how prompts are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
@@ -40,6 +41,7 @@ def sample(
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, means = BatchedCompletion(trajectory, finish), {}
+    noisy, skipped, ode = cfg.stochastic(steps), cfg.skipped(steps), _ODE(cfg, steps)
     states: dict[int, Tensor] = {}
 
     def put(k: int) -> None:
@@ -48,11 +50,16 @@ def sample(
 
     put(0)
     for k in range(cfg.num_steps):
+        if k in skipped:
+            put(k + 1)
+            continue
         eta = trajectory.eta[:, k]
         unique = rows.unique_rows(k)
         v = completion.step(policy, k, rows.select(x, k), unique, cfg.micro_batch)
-        distribution = transition(cfg.kernel, x, rows.expand(v, k), trajectory.sigmas, k, eta)
-        x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
+        v = rows.expand(v, k)
+        distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
+        x = sample_next(distribution, noise.of(k)) if k in noisy else deterministic
         x = cfg.states.rounded(rows.share(x, k + 1))
         logp = log_density(cfg.kernel, x, distribution)
         trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
@@ -78,6 +85,7 @@ def empty_trajectory(
         prompts=[prompt for prompt in prompts for _ in range(group)],
         group_size=group,
         rows=one.rows.repeat(len(prompts)),
+        untrained=sorted({*cfg.stochastic(steps)} - {*steps}),
     )
 
 
@@ -133,14 +141,35 @@ def _scheduled(
 ) -> Trajectory:
     """Return trajectories with prompts encoded and the policy's schedule, but no states.
 
-    If steps are merged, one step of the schedule is longer.
+    If steps are merged, one step of the schedule is longer; a shorter tail has longer steps.
     """
     trajectory = empty_trajectory(cfg, steps, prompts, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
         eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
         sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
+    if cfg.tail_ratio is not None:
+        sigmas = thinned_schedule(sigmas, cfg.tail(steps))
     return replace(trajectory, sigmas=sigmas, cond=policy.encode(prompts))
+
+
+class _ODE:
+    """Takes the deterministic steps of a rollout: of second order in a shorter tail, else Euler."""
+
+    def __init__(self, cfg: Sampling, steps: Sequence[int]):
+        self.tail = cfg.num_steps + 1 if cfg.tail_ratio is None else cfg.tail(steps)[0]
+        self.before: tuple[Tensor, Tensor] | None = None
+        """Sigma of the step before, and the data that was predicted there."""
+
+    def next(self, mean: Tensor, x: Tensor, v: Tensor, sigmas: Tensor, k: int) -> Tensor:
+        """Return the state after step k; `mean` is that of the Euler step."""
+        if k + 1 < self.tail:
+            return mean
+        before, x0_hat = self.before, x - sigmas[k] * v
+        self.before = sigmas[k], x0_hat
+        if k < self.tail or before is None:
+            return mean
+        return second_order_step(x, x0_hat, before[1], before[0], sigmas[k], sigmas[k + 1])
 
 
 class _Noise:

@@ -1,13 +1,14 @@
 """Configure how trajectories are drawn: their noise and window, and how states are kept."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.frame_windows import FrameWindow
@@ -66,7 +67,14 @@ class Sampling:
     kernel: Kernel = field(default_factory=FlowSDE)
     """Transition family: how a step adds noise."""
     sde_window: SDEWindow = field(default_factory=AllButLast)
-    """Steps that are stochastic and trained; all others are ODE steps."""
+    """Steps that are stochastic and trained."""
+    untrained_steps: Literal["ode", "sde", "shared_sde"] = "ode"
+    """What the steps outside the window do, but for the last, which is an ODE step. ode: no noise.
+    sde: noise as in the window (DanceGRPO). shared_sde: the same, but samples of one initial noise
+    have the steps before the window in common (B2-DiffuRL)."""
+    tail_ratio: Annotated[float, Range(above=0, most=1)] | None = None
+    """Share of the steps after the window that are made, longer and of second order
+    (MixGRPO-Flash: 0.4). Null: all of them, by Euler steps."""
     seeds_per_prompt: PositiveInt | None = None
     """Number of different initial noises among the samples of a prompt. Null: one per sample for
     chains, 1 for trees and combs. 1: all samples share it (DanceGRPO, MixGRPO). TempFlow-GRPO:
@@ -91,10 +99,54 @@ class Sampling:
                 f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
                 "give one number, or one for each step"
             )
+        self._check_untrained_steps()
+
+    def _check_untrained_steps(self) -> None:
+        if self.merge is not None and self.tail_ratio is not None:
+            raise ValueError(
+                f"sampling.merge {self.merge} and tail_ratio {self.tail_ratio} both move points of "
+                "the schedule: set one of them to null"
+            )
+        if self.untrained_steps == "ode":
+            return
+        if not isinstance(self.branching, Chain):
+            raise ValueError(
+                f"sampling.untrained_steps is {self.untrained_steps}, which needs branching Chain; "
+                f"it is {type(self.branching).__name__}"
+            )
+        for name, given in {"merge": self.merge, "tail_ratio": self.tail_ratio}.items():
+            if given is not None:
+                raise ValueError(
+                    f"sampling.untrained_steps is {self.untrained_steps}, but {name} {given} needs "
+                    "steps without noise: set one of them to its default"
+                )
 
     @property
     def _levels(self) -> list[float]:
         return self.eta if isinstance(self.eta, list) else [self.eta]
+
+    def _levels_at(self, steps: Sequence[int]) -> Float[Tensor, "T"]:
+        eta, chosen = torch.zeros(self.num_steps), list(steps)
+        eta[chosen] = torch.tensor(self.eta).expand(self.num_steps)[chosen]
+        return eta
+
+    def stochastic(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the steps that draw noise, if those in `steps` are trained."""
+        untrained = range(self.num_steps - 1) if self.untrained_steps != "ode" else ()
+        return tuple(sorted({*steps, *untrained}))
+
+    def tail(self, steps: Sequence[int]) -> list[int]:
+        """Return the states that the ODE visits after the last of `steps`, from its start on."""
+        start = max(steps, default=-1) + 1
+        if self.tail_ratio is None:
+            return list(range(start, self.num_steps + 1))
+        count = max(int((self.num_steps - start) * self.tail_ratio), 1)
+        return Completion(max_steps=count).path(start, self.num_steps)
+
+    def skipped(self, steps: Sequence[int]) -> frozenset[int]:
+        """Return the steps of length 0 that a shorter tail leaves, which cost nothing."""
+        made = {k - 1 for k in self.tail(steps)}
+        return frozenset(range(max(steps, default=-1) + 1, self.num_steps)) - made
 
     def layout(self, steps: Sequence[int]) -> Layout:
         """Return the samples of one prompt, stochastic in `steps`.
@@ -107,12 +159,14 @@ class Sampling:
                 f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
                 "set it to null, or recipe.sampling.sde_window to one of size 1"
             )
-        eta = torch.zeros(self.num_steps)
-        eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
-        seeds = self.seeds_per_prompt
+        seeds, shared = self.seeds_per_prompt, self.untrained_steps == "shared_sde"
+        eta = self._levels_at(self.stochastic(steps))
         if seeds is None:
             seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
-        arranged = layout(self.branching, self.samples_per_prompt, seeds, eta)
+        apart = self._levels_at(steps) if shared else eta
+        arranged = layout(self.branching, self.samples_per_prompt, seeds, apart)
+        if shared:
+            arranged = replace(arranged, eta=eta.expand(self.samples_per_prompt, -1))
         if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
             raise ValueError(
                 f"sampling.eta is {self.eta}, up to {loudest:g} where it branches; "

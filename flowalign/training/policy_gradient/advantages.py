@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowalign.credit.branch import extremes
 from flowalign.distributed.processes import Processes
 from flowalign.functional.advantage import advantages, zero_spread_share
 from flowalign.functional.combine import Multipliers
@@ -101,6 +102,7 @@ def compute_advantages(
         scale=cfg.advantage_scale,
         combine=cfg.advantage_combine,
         std_floor=cfg.std_floor,
+        correction=cfg.std_correction,
     ).clamp(-cfg.advantage_clip, cfg.advantage_clip)
 
 
@@ -112,14 +114,18 @@ def build_batch(
     advantage: Float[Tensor, "n T"],
 ) -> TrainBatch:
     """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them."""
+    chosen = gathered.trained
+    if cfg.extremes is not None:
+        chosen = extremes(advantage[..., None], gathered.credit.group, chosen, cfg.extremes)
     trajectory, start = values.trajectory, gathered.rank_offset
     local, eta = slice(start, start + len(trajectory.prompts)), trajectory.eta.amax(0)
+    trained = trajectory.trained.any(0).to(eta.device)
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage[local],
-        mask=gathered.trained[local],
-        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
-        global_mask=gathered.trained,
+        mask=chosen[local],
+        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, trained),
+        global_mask=chosen,
         rank_offset=start,
     )
     return prepare_for_loss(batch, cfg.algorithm, processes)

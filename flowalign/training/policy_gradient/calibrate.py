@@ -66,7 +66,8 @@ def _gains(
 ) -> Gains:
     """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another prompt."""
     local = learner.processes.share(range(num_samples))
-    plain = replace(cfg.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain())
+    one = {"samples_per_prompt": 1, "seeds_per_prompt": None, "branching": Chain()}
+    plain = replace(cfg.sampling, tail_ratio=None, **one)
 
     def gains(psi: Tensor, iteration: int) -> Float[Tensor, "N T"]:
         texts, generators = draws(prompts, prompts.seed, iteration, num_samples)

@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from math import ceil, prod
 
+import torch
+
+from flowalign.credit.branch import extremes
 from flowalign.sampling.calibration import Calibration
+from flowalign.sampling.completion import credit_requirements
 from flowalign.sampling.frame_windows import frame_windows
 from flowalign.sampling.settings import DTYPES
 from flowalign.training.policy_gradient.batches import alternatives
@@ -55,7 +59,8 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
         for k, how in cfg.requested(window)
     ]
     training = num_trained(cfg, empty) * cfg.epochs_per_step * per_velocity
-    sampled = sum(len(empty.rows.unique_rows(k)) for k in range(num_steps))
+    made = set(range(num_steps)) - cfg.sampling.skipped(window)
+    sampled = sum(len(empty.rows.unique_rows(k)) for k in made)
     return {
         "sampling": sampled * per_velocity,
         "completing": sum(completing),
@@ -67,7 +72,11 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
 def num_trained(cfg: Settings, empty: Trajectory) -> int:
     """Return the transitions of a prompt that an update sees; for pairs, at most that many."""
     if not cfg.algorithm.pairs:
-        return int(empty.trained.sum())
+        chosen = empty.trained
+        if cfg.extremes is not None:
+            group = credit_requirements(cfg.credit, empty, cfg.completion).credit.group
+            chosen = extremes(torch.zeros(*group.shape, 1), group, chosen, cfg.extremes)
+        return int(chosen.sum())
     sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]
     return 2 * int((sets > 1).sum())
 
@@ -97,14 +106,24 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
     return {
         "samples per step": f"{cfg.examples_per_step} = {cfg.prompts_per_step} prompts "
         f"x {sampling.samples_per_prompt}",
-        "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained "
-        f"{list(window)}",
+        "denoising steps": _steps(cfg, window),
         "network evaluations per step": " + ".join(f"{n} {name}" for name, n in cost.items()),
         "values of states": f"{sorted({k for k, _ in requested})}",
         "transitions trained per step": f"{cfg.prompts_per_step * num_trained(cfg, empty)}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards.models)}",
     }
+
+
+def _steps(cfg: Settings, window: Sequence[int]) -> str:
+    """Return how many steps are made, which are trained, and whether others are noisy too."""
+    sampling = cfg.sampling
+    noisy = len(sampling.stochastic(window))
+    made = sampling.num_steps - len(sampling.skipped(window))
+    trained = f"{len(window)} stochastic and trained {list(window)}"
+    if noisy > len(window):
+        trained = f"{noisy} stochastic, {len(window)} of them trained {list(window)}"
+    return f"{made}, of which {trained}"
 
 
 def _calibration_rows(
