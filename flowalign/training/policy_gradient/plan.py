@@ -47,7 +47,8 @@ def plan_step(
 def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> dict[str, int]:
     """Return the network evaluations for one prompt, by purpose.
 
-    Those with gradient are `training`. States that samples share count once.
+    Those with gradient are `training`; `ratios` are those of other steps of a chunk, needed from
+    the second update on. States that samples share count once.
 
     Source: the counts of published methods in their papers.
     """
@@ -66,6 +67,9 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
         "completing": sum(completing),
         "training": training,
         "reference": training if cfg.algorithm.needs_reference else 0,
+        "ratios": 0
+        if cfg.algorithm.chunks is None
+        else training * (cfg.updates - 1) // cfg.updates,
     }
 
 
