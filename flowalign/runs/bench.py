@@ -102,7 +102,7 @@ def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> Non
     cost = evaluations(recipe, trained)
     num_sampling = -(-len(x) // sampling.micro_batch)
     with torch.no_grad():
-        total = cost["sampling"] + cost["completing"] + cost["reference"]
+        total = cost["sampling"] + cost["completing"] + cost["reference"] + cost["ratios"]
         for part, c in _full(inputs[:num_sampling], total * recipe.prompts_per_step):
             policy.velocity(part, sigma, c)
     for part, c in _full(inputs[num_sampling:], cost["training"] * recipe.prompts_per_step):
