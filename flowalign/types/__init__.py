@@ -12,7 +12,7 @@ sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k
 and `sigma` always a time.
 """
 
-from flowalign.types.credit import CreditEstimator, StepCredit, ValueFunction
+from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
 from flowalign.types.matching import (
     ALONE,
     Examples,
@@ -77,6 +77,7 @@ __all__ = [
     "Minibatch",
     "ModelPlan",
     "Need",
+    "PastOutcomes",
     "Personal",
     "Policy",
     "PolicyLoss",

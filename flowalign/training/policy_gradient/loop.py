@@ -35,6 +35,7 @@ from flowalign.training.policy_gradient.advantages import (
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.recipe import Log, Loop
@@ -59,6 +60,8 @@ class PolicyGradientLoop(Loop):
         self.prompts, self.observer, self.log = prompts, observer, log
         self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
         """Lagrange multipliers of reward dimensions that are held near thresholds."""
+        self.history = OutcomeHistory(cfg.history)
+        """Outcomes of earlier steps that the credit method compares with."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -68,9 +71,11 @@ class PolicyGradientLoop(Loop):
             start = time.perf_counter()
             prompts = self.prompts.batch(step, cfg.prompts_per_step)
             values = collect_rollouts(cfg, learner, rewards, prompts, seed, step)
+            values.history = self.history
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
             gathered = gather_credit(cfg, learner.processes, values, credit)
+            self.history.add(prompts, gathered.outcome)
             advantage = compute_advantages(cfg, gathered.credit, self.weights)
             batch = build_batch(cfg, learner.processes, values, gathered, advantage)
             metrics = self._finish_credit(gathered, advantage)
@@ -107,12 +112,14 @@ class PolicyGradientLoop(Loop):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"multipliers": self.multipliers and self.multipliers.state()}
+        multipliers = self.multipliers and self.multipliers.state()
+        return {"multipliers": multipliers, "history": self.history.state()}
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         if self.multipliers and state["multipliers"]:
             self.multipliers = self.multipliers.restored(state["multipliers"])
+        self.history.restore(state.get("history", []))  # which 0.1 did not save
 
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]

@@ -161,6 +161,12 @@ class Settings:
         """
         return self._requirements(steps).requested
 
+    @property
+    def history(self) -> int:
+        """Return the number of earlier steps whose outcomes the credit method compares with."""
+        first = self.sampling.sde_window.steps(self.sampling.num_steps, 0, torch.Generator())
+        return self._requirements(first).history
+
     def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the states that a rollout keeps.
 

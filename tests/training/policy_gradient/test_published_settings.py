@@ -1,20 +1,35 @@
 """Settings that single papers publish: a deviation by n - 1, extremes of a group, other steps."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from flowalign.credit.contrast import Contrast
 from flowalign.credit.gain import Gain
 from flowalign.credit.outcome import Outcome
+from flowalign.data.prompts import Prompts
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.plan import evaluations
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.training import (
+    PROMPTS,
+    checked,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    train,
+)
 
 THREE = ["a", "bb", "ccc"]
 
@@ -110,3 +125,53 @@ def test_a_loop_learns_with_other_steps_outside_the_window(sampling):
     assert max(drift) < 1e-5
     trained = len(sampling["sde_window"].steps(6, 0, torch.Generator()))
     assert metrics[0]["transitions"] == 12 * trained
+
+
+def test_a_history_keeps_the_last_steps_and_what_failed_in_them():
+    history = OutcomeHistory(2)
+    for start in (0.0, 10.0, 20.0):
+        history.add(["a", "b"], torch.tensor([[start], [start + 1], [start + 2], [math.nan]]))
+    known = history.of(["b", "c", "a"], torch.zeros(1, 1), 2)
+    assert known.prompt.tolist() == [0, 0, 0, 0, 2, 2, 2, 2]
+    assert_close(
+        known.value[:, 0],
+        torch.tensor([12.0, math.nan, 22.0, math.nan, 10.0, 11.0, 20.0, 21.0]),
+        equal_nan=True,
+    )
+    again = OutcomeHistory(2)
+    again.restore(json.loads(json.dumps(history.state(), allow_nan=False)))
+    assert again.steps == history.steps
+    assert history.of(["c"], torch.zeros(1, 1), 2).value.shape == (0, 1)
+    assert history.of(["a"], torch.zeros(1, 1), 1).value.tolist() == [[20.0], [21.0]]
+
+
+def contrasting(history):
+    sampling = {"samples_per_prompt": 8, "seeds_per_prompt": 2}
+    credit = Contrast(threshold=0.2, history=history)
+    cfg = new_recipe(sampling, credit=credit, advantage_scale="given", prompts_per_step=5)
+    prompts = Prompts(PROMPTS, 3)
+    return PolicyGradientLoop(cfg, new_learner(), new_rewards(), prompts, 0)
+
+
+def test_a_loop_compares_with_the_outcomes_of_earlier_steps():
+    with_history, without = contrasting(4), contrasting(0)
+    both = [list(checked(2, loop.run(range(3)))) for loop in (with_history, without)]
+    first, second = ([m["adv_abs_mean"] for m in metrics] for metrics in both)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert len(with_history.history.steps) == 3
+    assert not without.history.steps
+
+
+def test_a_loop_that_resumes_remembers_what_it_saw():
+    whole = contrasting(2)
+    list(whole.run(range(3)))
+    begun = contrasting(2)
+    list(begun.run(range(2)))
+    state = json.loads(json.dumps(begun.state()))
+    again = contrasting(2)
+    again.learner = begun.learner
+    again.restore(state)
+    list(again.run([2]))
+    assert torch.equal(flat(again.learner.policy.denoiser), flat(whole.learner.policy.denoiser))
+    assert again.history.steps == whole.history.steps
