@@ -36,7 +36,7 @@ from flowalign.types.reward import (
     RewardSpec,
 )
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
-from flowalign.types.transitions import Minibatch, PolicyLoss
+from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
 from flowalign.utils.ranges import (
     Decay,
     FiniteFloat,
@@ -63,6 +63,7 @@ __all__ = [
     "UnitInterval",
     "ALONE",
     "Backbone",
+    "BestTransition",
     "Cond",
     "CreditEstimator",
     "Residuals",

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -12,6 +12,17 @@ from flowalign.functional.chunk import Chunk
 from flowalign.functional.transition import Gaussian, Kernel, transition
 from flowalign.types.policy import VelocityField
 from flowalign.types.trajectory import Cond
+
+
+class BestTransition(NamedTuple):
+    """Holds the transition that the best sample of each sample's prompt made at the same step."""
+
+    x: Float[Tensor, "n *latent"]
+    """State x_k."""
+    x_next: Float[Tensor, "n *latent"]
+    """State x_{k+1}."""
+    eta: Float[Tensor, "n"]
+    """Noise level."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +53,20 @@ class Minibatch:
     """Mean of the transition under the old policy, for losses that declare `needs_mean_old`."""
     chunk: Chunk | None = None
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
+    best: BestTransition | None = None
+    """Transitions of the best samples, for losses that declare `needs_best`."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
         """Return mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
         assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
         return self.mean_old
+
+    @property
+    def required_best(self) -> BestTransition:
+        """Return best, which the loop finds for losses that declare `needs_best`."""
+        assert self.best is not None, "the loss uses best without declaring needs_best"
+        return self.best
 
     @property
     def dt(self) -> Float[Tensor, ""]:
@@ -75,6 +94,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def needs_mean_old(self) -> bool:
         """Return whether rollouts must keep the mean of each trained transition."""
+
+    @property
+    @abstractmethod
+    def needs_best(self) -> bool:
+        """Return whether a minibatch must hold the transitions of the best sample of a prompt."""
 
     @property
     @abstractmethod

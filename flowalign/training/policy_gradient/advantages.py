@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.credit.branch import extremes
@@ -127,8 +127,21 @@ def build_batch(
         weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, trained),
         global_mask=chosen,
         rank_offset=start,
+        best=best_samples(values.rewards, gathered.outcome[local], trajectory.group_size)
+        if cfg.algorithm.needs_best
+        else None,
     )
     return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def best_samples(
+    rewards: Rewards, outcome: Float[Tensor, "n R"], group_size: int
+) -> Int[Tensor, "n"]:
+    """Return, for each sample, the one of its prompt whose weighted rewards are highest."""
+    usable = rewards.usable(outcome.isfinite())
+    total = (outcome.nan_to_num() @ rewards.weights).masked_fill(~usable, -torch.inf)
+    best = total.view(-1, group_size).argmax(1) + torch.arange(0, len(total), group_size)
+    return best.repeat_interleave(group_size)
 
 
 def credit_metrics(
