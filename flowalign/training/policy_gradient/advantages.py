@@ -118,7 +118,7 @@ def build_batch(
     if cfg.extremes is not None:
         chosen = extremes(advantage[..., None], gathered.credit.group, chosen, cfg.extremes)
     trajectory, start = values.trajectory, gathered.rank_offset
-    local, eta = slice(start, start + len(trajectory.prompts)), trajectory.eta.amax(0)
+    local, eta = slice(start, start + len(trajectory.requests)), trajectory.eta.amax(0)
     trained = trajectory.trained.any(0).to(eta.device)
     batch = TrainBatch(
         trajectory=trajectory,

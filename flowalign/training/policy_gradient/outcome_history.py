@@ -17,27 +17,25 @@ class OutcomeHistory:
     def __init__(self, length: int):
         self.length = length
         self.steps: list[dict[str, list[list[float | None]]]] = []
-        """Outcomes of each step by prompt, the oldest step first; None where a reward failed."""
+        """Outcomes of each step by the key of a request, None where a reward failed."""
 
-    def add(self, prompts: Sequence[str], outcome: Float[Tensor, "n R"]) -> None:
-        """Add the outcomes of a step, which has equally many samples of each prompt."""
+    def add(self, keys: Sequence[str], outcome: Float[Tensor, "n R"]) -> None:
+        """Add the outcomes of a step, which has equally many samples of each request."""
         if not self.length:
             return
         found: dict[str, list[list[float | None]]] = {}
-        for prompt, rows in zip(prompts, outcome.chunk(len(prompts)), strict=True):
+        for key, rows in zip(keys, outcome.chunk(len(keys)), strict=True):
             plain = [[x if math.isfinite(x) else None for x in row] for row in rows.tolist()]
-            found[prompt] = found.get(prompt, []) + plain
+            found[key] = found.get(key, []) + plain
         self.steps = [*self.steps, found][-self.length :]
 
-    def of(
-        self, prompts: Sequence[str], like: Float[Tensor, "n R"], num_steps: int
-    ) -> PastOutcomes:
-        """Return outcomes of these prompts in the last steps, in the dimensions of `like`."""
+    def of(self, keys: Sequence[str], like: Float[Tensor, "n R"], num_steps: int) -> PastOutcomes:
+        """Return outcomes of these requests in the last steps, in the dimensions of `like`."""
         known = [
             (i, row)
-            for i, prompt in enumerate(prompts)
+            for i, key in enumerate(keys)
             for step in self.steps[-num_steps:]
-            for row in step.get(prompt, [])
+            for row in step.get(key, [])
         ]
         rows = [[math.nan if x is None else x for x in row] for _, row in known]
         value = like.new_tensor(rows).reshape(len(known), like.shape[1])

@@ -64,8 +64,8 @@ class CompletionValues(ValueFunction):
 
     def past(self, num_steps: int) -> PastOutcomes | None:
         """Return the outcomes that these prompts had in earlier steps of the loop."""
-        prompts = self.trajectory.prompts[:: self.trajectory.group_size]
-        return self.history.of(prompts, self([self.trajectory.num_steps])[:, 0], num_steps)
+        keys = [request.key for request in self.trajectory.requests[:: self.trajectory.group_size]]
+        return self.history.of(keys, self([self.trajectory.num_steps])[:, 0], num_steps)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
         """Complete and decode states that are new, in chunks that go to the rewards at once."""
@@ -81,7 +81,7 @@ class CompletionValues(ValueFunction):
         )
         groups = torch.cat(
             [
-                n * len(trajectory.prompts) + row // trajectory.group_size
+                n * len(trajectory.requests) + row // trajectory.group_size
                 for n, row in enumerate(rows)
             ]
         )
@@ -91,8 +91,8 @@ class CompletionValues(ValueFunction):
         for x, row, keep, group in zip(everything, *chunks, strict=True):
             media = self.policy.decode(x).cpu()
             self.rewards.costs.decodes += len(x)
-            prompts = [trajectory.prompts[int(i)] for i in row]
-            scoring.add(self.rewards.batch(media, prompts, group.tolist(), self.policy.fps))
+            asked = [trajectory.requests[int(i)] for i in row]
+            scoring.add(self.rewards.batch(media, asked, group.tolist(), self.policy.fps))
             kept.append(media[keep])
         self.pending.append(_Pending(missing, rows, scoring))
         self._keep(missing, torch.cat(kept))

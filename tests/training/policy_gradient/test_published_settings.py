@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from flowalign.credit.contrast import Contrast
 from flowalign.credit.gain import Gain
 from flowalign.credit.outcome import Outcome
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
@@ -19,6 +19,7 @@ from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.plan import evaluations
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     PROMPTS,
@@ -36,7 +37,7 @@ THREE = ["a", "bb", "ccc"]
 
 def batch_of(cfg):
     learner, rewards = new_learner(), new_rewards()
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     values = completion_values(cfg, learner, rewards, trajectory)
     return credited(cfg, learner, values)[0], values([trajectory.num_steps])[:, 0, 0]
 
@@ -149,8 +150,8 @@ def contrasting(history):
     sampling = {"samples_per_prompt": 8, "seeds_per_prompt": 2}
     credit = Contrast(threshold=0.2, history=history)
     cfg = new_recipe(sampling, credit=credit, advantage_scale="given", prompts_per_step=5)
-    prompts = Prompts(PROMPTS, 3)
-    return PolicyGradientLoop(cfg, new_learner(), new_rewards(), prompts, 0)
+    requests = Requests(plain_requests(PROMPTS), 3)
+    return PolicyGradientLoop(cfg, new_learner(), new_rewards(), requests, 0)
 
 
 def test_a_loop_compares_with_the_outcomes_of_earlier_steps():
