@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -13,6 +13,17 @@ from flowalign.functional.chunk import Chunk
 from flowalign.functional.transition import Gaussian, Kernel, transition
 from flowalign.types.policy import VelocityField
 from flowalign.types.trajectory import Cond
+
+
+class BestTransition(NamedTuple):
+    """Holds the transition that the best sample of each sample's prompt made at the same step."""
+
+    x: Float[Tensor, "n *latent"]
+    """State x_k."""
+    x_next: Float[Tensor, "n *latent"]
+    """State x_{k+1}."""
+    eta: Float[Tensor, "n"]
+    """Noise level."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,20 @@ class Minibatch:
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
     source: Int[Tensor, "n"] | None = None
     """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
+    best: BestTransition | None = None
+    """Transitions of the best samples, for losses that declare `needs_best`."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
         """Return mean_old, which the loop keeps for losses that declare `needs_mean_old`."""
         assert self.mean_old is not None, "the loss uses mean_old without declaring needs_mean_old"
         return self.mean_old
+
+    @property
+    def required_best(self) -> BestTransition:
+        """Return best, which the loop finds for losses that declare `needs_best`."""
+        assert self.best is not None, "the loss uses best without declaring needs_best"
+        return self.best
 
     @property
     def dt(self) -> Float[Tensor, ""]:
@@ -98,6 +117,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def needs_mean_old(self) -> bool:
         """Return whether rollouts must keep the mean of each trained transition."""
+
+    @property
+    @abstractmethod
+    def needs_best(self) -> bool:
+        """Return whether a minibatch must hold the transitions of the best sample of a prompt."""
 
     @property
     @abstractmethod

@@ -11,8 +11,8 @@ from flowalign.distributed.processes import Processes
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
-from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Random
+from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness

@@ -12,7 +12,7 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.preference import best_and_worst
 from flowalign.sampling.completion import take
-from flowalign.types import Minibatch, Trajectory
+from flowalign.types import BestTransition, Minibatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class TrainBatch:
     """For losses of pairs: the sample that lost against this one at a step, -1 where none did."""
     chunk: Int[Tensor, "T"] | None = None
     """For ratios of chunks: the chunk of each step."""
+    best: Int[Tensor, "B"] | None = None
+    """For losses that need it: the best sample of each one's prompt."""
     others: Float[Tensor, "B T"] | None = None
     """Summed log-ratios of the other transitions of a chunk; None while no weight has moved."""
 
@@ -128,12 +130,21 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
         source=_source(trajectory, k, chosen),
+        best=_best(batch, k, chosen),
     )
 
 
 def _source(trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"]) -> Int[Tensor, "n"] | None:
     source = trajectory.rows.source_row[chosen, k]
     return source if len(source.unique()) < len(source) else None
+
+
+def _best(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> BestTransition | None:
+    if batch.best is None:
+        return None
+    trajectory, best = batch.trajectory, batch.best[chosen]
+    eta = trajectory.eta[best.to(trajectory.device), k]
+    return BestTransition(trajectory.state(k, best), trajectory.state(k + 1, best), eta)
 
 
 def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:

@@ -37,6 +37,7 @@ from flowalign.training.policy_gradient.advantages import (
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.step_gradients import StepGradients
@@ -64,6 +65,8 @@ class PolicyGradientLoop(Loop):
         """Lagrange multipliers of reward dimensions that are held near thresholds."""
         self.steps = step_gradients(cfg, learner)
         """Gradients of denoising steps, if their weights are measured."""
+        self.history = OutcomeHistory(cfg.history)
+        """Outcomes of earlier steps that the credit method compares with."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -73,9 +76,11 @@ class PolicyGradientLoop(Loop):
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
             values = collect_rollouts(cfg, learner, rewards, requests, seed, step)
+            values.history = self.history
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
             gathered = gather_credit(cfg, learner.processes, values, credit)
+            self.history.add([request.key for request in requests], gathered.outcome)
             advantage = compute_advantages(cfg, gathered.credit, self.weights)
             averages = self.steps and self.steps.averages
             batch = build_batch(cfg, learner.processes, values, gathered, advantage, averages)
@@ -115,6 +120,7 @@ class PolicyGradientLoop(Loop):
     def state(self) -> dict[str, Any]:
         return {
             "multipliers": self.multipliers and self.multipliers.state(),
+            "history": self.history.state(),
             "step_weight": self.steps and self.steps.state(),
         }
 
@@ -124,6 +130,7 @@ class PolicyGradientLoop(Loop):
             self.multipliers = self.multipliers.restored(state["multipliers"])
         if self.steps and state.get("step_weight"):  # older checkpoints have none
             self.steps.restore(state["step_weight"])
+        self.history.restore(state.get("history", []))  # which 0.1 did not save
 
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]

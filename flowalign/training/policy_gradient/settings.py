@@ -15,7 +15,8 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
 from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
-from flowalign.sampling.rollout import Sampling, empty_trajectory
+from flowalign.sampling.rollout import empty_trajectory
+from flowalign.sampling.settings import Sampling
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.measured import MeasuredWeight
@@ -51,6 +52,8 @@ class Settings:
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
     whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
     GRPO). given: the credit method returns advantages."""
+    std_correction: Literal[0, 1] = 0
+    """1: these deviations divide by n - 1 (DanceGRPO, MixGRPO), 0: by n (Flow-GRPO)."""
     advantage_combine: Combine = "sum_of_advantages"
     """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
     advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
@@ -65,6 +68,9 @@ class Settings:
     """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
     std_floor: NonNegativeFloat = 1e-6
     """Standard deviation of credit up to which a group carries no signal and gets zeros."""
+    extremes: PositiveInt | None = None
+    """Number of the best and of the worst of each group that are trained (DanceGRPO for videos: 4
+    of 24), by their advantage among all. Null: all are."""
     step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
         "uniform"
     )
@@ -81,15 +87,11 @@ class Settings:
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
         self._check_step_weight()
+        self._check_advantages()
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
                 f"{self.examples_per_step} samples of a step that they are made of"
-            )
-        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
-            raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
-                "Use at least 2, or advantage_scale batch"
             )
         for iteration in (0, 10**6):
             steps = self.sampling.sde_window.steps(
@@ -135,6 +137,23 @@ class Settings:
         assert not isinstance(self.step_weight, MeasuredWeight)
         return self.step_weight
 
+    def _check_advantages(self) -> None:
+        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
+            raise ValueError(
+                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
+                "Use at least 2, or advantage_scale batch"
+            )
+        if self.std_correction and self.advantage_scale in ("none", "given"):
+            raise ValueError(
+                f"recipe.std_correction is {self.std_correction}, but advantage_scale "
+                f"{self.advantage_scale} divides by no deviation: set it to 0"
+            )
+        if self.extremes is not None and 2 * self.extremes > self.sampling.samples_per_prompt:
+            raise ValueError(
+                f"recipe.extremes is {self.extremes}: the best and the worst {self.extremes} are "
+                f"more than the {self.sampling.samples_per_prompt} samples of a prompt"
+            )
+
     @property
     def updates(self) -> int:
         """Return the number of optimizer updates of one step of the loop."""
@@ -169,6 +188,12 @@ class Settings:
         """
         return self._requirements(steps).requested
 
+    @property
+    def history(self) -> int:
+        """Return the number of earlier steps whose outcomes the credit method compares with."""
+        first = self.sampling.sde_window.steps(self.sampling.num_steps, 0, torch.Generator())
+        return self._requirements(first).history
+
     def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the states that a rollout keeps.
 
@@ -192,5 +217,11 @@ class Settings:
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "
                 f"{type(self.credit).__name__} gives {advised}"
+            )
+        between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
+        if between and self.sampling.tail_ratio is not None:
+            raise ValueError(
+                f"recipe.sampling.tail_ratio shortens rollouts, but {type(self.credit).__name__} "
+                f"values the states {between} on the whole schedule: set it to null"
             )
         return needs
