@@ -7,6 +7,7 @@ after a kill the same request continues, and makes the same files.
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -229,4 +230,6 @@ def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
     for one in media:
         row = {"id": one.id, "file_name": one.file_name, "prompt": one.request.prompt, "seed": seed}
         row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
+        if one.request.references:
+            row["references"] = [os.path.abspath(each.name) for each in one.request.references]
         yield json.dumps(row) + "\n"

@@ -16,6 +16,7 @@ from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO, emphasis
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
 from flowalign.data.records import Record
+from flowalign.media.decode import MediaProblem
 from flowalign.media.media import Media
 
 ByDimension = Mapping[str, Sequence[float]]
@@ -118,10 +119,18 @@ def _usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]
     for where, record in dataset.located():
         if record.problem:
             report.add(record.problem)  # which names the row
-        elif problem := _contradiction(record, dataset.schema.name):
+        elif problem := _missing_reference(record) or _contradiction(record, dataset.schema.name):
             report.add(problem, where)
         else:
             yield where, record
+
+
+def _missing_reference(record: Record) -> str:
+    try:
+        record.request()
+    except MediaProblem as problem:
+        return str(problem)
+    return ""
 
 
 def _contradiction(record: Record, schema: str) -> str:
@@ -214,6 +223,7 @@ def _sample(record: Record, i: int) -> Sample:
         record.metadata.get("desirable"),
         _user(record.metadata),
         record.metadata.get("weight_map"),
+        record.request().references,
     )
 
 
@@ -247,7 +257,7 @@ def _key(sample: Sample, inspection: Inspection, judged_alone: bool = False) -> 
     path = sample.media.path
     medium = path.encode() if path else inspection.digest(sample.media)
     judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
-    return _hashed(sample.prompt.encode(), medium, judgement.encode())
+    return _hashed(sample.request.given, medium, judgement.encode())
 
 
 def _hashed(*parts: bytes) -> bytes:

@@ -257,8 +257,12 @@ class StoredStream(BatchStream):
         queue.finish()
         self.texts.prepare(self._asked(examples))
         kept = []
+        takes = self.texts.policy.takes
         for example in examples:
             why = [queue.failed[m] for m in media_of(example) if m in queue.failed]
+            why += [
+                f"references: the policy {m}" for m in [takes.misfit(requests_of(example)[0])] if m
+            ]
             dropped.add(why[0]) if why else kept.append(example)
         self._report_dropped(f"{kind} of {path}", len(kept), dropped)
         return kept

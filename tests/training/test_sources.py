@@ -1,0 +1,120 @@
+"""Every sample is scored with the source of its own request, wherever samples are scored."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from flowalign.curation.scoring.rows import assemble, prepare
+from flowalign.data.readers import open_dataset
+from flowalign.data.requests import Requests, read_requests
+from flowalign.rewards.composite import Rewards
+from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
+from tests.fixtures.training import ALONE, new_learner, new_recipe
+
+
+def own() -> Rewards:
+    return Rewards([OwnSource()], {"red": 1.0})
+
+
+def test_the_reward_sees_another_source(tmp_path):
+    """Or the tests below could not fail."""
+    first, second, *_ = read_requests(write_sources(tmp_path))
+    batch = own().batch(PixelPolicy().decode(new_noise(2)), [first, second])
+    swapped = type(batch)(batch.media, batch.prompts, batch.metadata, (), batch.references[::-1])
+    assert own().score(batch).values[:, 0].tolist() == [1, 1]
+    assert own().score(swapped).values[:, 0].tolist() == [0, 0]
+
+
+def new_noise(count: int):
+    import torch
+
+    return PixelPolicy().noise(count, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("at_once", [None, 1])
+def test_policy_gradient_scores_each_sample_with_its_own_source(tmp_path, at_once):
+    """Also where chunks of rewards hold several requests of one prompt, and rollouts one."""
+    requests = Requests(read_requests(write_sources(tmp_path)), 3)
+    cfg = new_recipe({"micro_batch": 5}, rollout_batch_prompts=at_once)
+    loop = PolicyGradientLoop(cfg, new_learner(SourcePolicy()), own(), requests, 0)
+    for metrics in loop.run([0, 1]):
+        assert metrics["reward/own"] == 1
+        assert 0 < metrics["reward/red"] < 1
+
+
+def test_online_dpo_scores_each_sample_with_its_own_source(tmp_path):
+    cfg = Rollouts(
+        prompts=write_sources(tmp_path), prompts_per_step=5, samples_per_prompt=3, micro_batch=4
+    )
+    stream = cfg.open(SourcePolicy(), own(), 0, ALONE)
+    batches = list(stream.batches([0, 1]))
+    assert [batch.metrics["reward/own"] for batch in batches] == [1, 1]
+    told = batches[0].examples.cond["length"]
+    assert len(told.unique()) == 5, "each pair is learned with its own source"
+
+
+def test_evaluation_scores_each_sample_with_its_own_source(tmp_path):
+    files = {"held": write_sources(tmp_path)}
+    cfg = Evaluation(prompts=files, num_prompts=12, num_steps=2, micro_batch=5, grid=4)
+    found = evaluate(SourcePolicy(), own(), cfg, ALONE)
+    assert found.metrics["eval/own"] == 1
+    assert found.metrics["eval/diversity"] > 0, "two samples of each request"
+    assert found.scores is not None
+    keys = [row["request"] for row in found.scores.as_json()["samples"]]
+    assert len(set(keys)) == 6
+    assert keys[:6] == keys[6:]
+
+
+def test_scoring_files_gives_each_its_own_source(tmp_path):
+    requests = read_requests(write_sources(tmp_path))
+    rows = [
+        {"file_name": f"source-{k}.png", "prompt": r.prompt, "number": k}
+        | {"references": [os.path.basename(r.references[0].name)]}
+        for k, r in enumerate(requests)
+    ]
+    (tmp_path / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = list(open_dataset(str(tmp_path / "metadata.jsonl")))
+    batch = assemble([prepare(record, i, 0) for i, record in enumerate(records)])
+    assert OwnSource().score(batch).values[:, 0].tolist() == [1] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_training_of_several_processes_scores_each_sample_with_its_own_source(
+    tmp_path, processes
+):
+    recipe = {
+        "class_path": "flowalign.training.PolicyGradient",
+        "init_args": {
+            "prompts": write_sources(tmp_path),
+            "prompts_per_step": 4,
+            "sampling": {"num_steps": 3, "samples_per_prompt": 3},
+        },
+    }
+    run = {
+        "policy": {"class_path": "tests.fixtures.sources.SourcePolicy"},
+        "rewards": [{"class_path": "tests.fixtures.sources.OwnSource"}],
+        "reward_weights": {"red": 1.0},
+        "num_steps": 2,
+        "recipe": recipe,
+        "evaluation": {"prompts": {"held": write_sources(tmp_path)}, "num_prompts": 6},
+        "device": "cpu",
+        "threads": 1,
+        "output_dir": str(tmp_path / "run"),
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    command = [sys.executable, "-m", "flowalign", "train", str(tmp_path / "run.yaml")]
+    command += ["--processes", str(processes)] if processes > 1 else []
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    assert [row["reward/own"] for row in rows if "reward/own" in row] == [1, 1]
+    assert {row["eval/own"] for row in rows if "eval/own" in row} == {1}
