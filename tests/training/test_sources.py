@@ -1,23 +1,42 @@
 """Every sample is scored with the source of its own request, wherever samples are scored."""
 
+import base64
+import io
 import json
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 import yaml
+from PIL import Image
+from torch import Tensor
 
+from flowalign.cli.main import main
 from flowalign.curation.scoring.rows import assemble, prepare
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
+from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
-from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.training import ALONE, new_learner, new_recipe
+
+RUN = """
+policy: {class_path: tests.fixtures.sources.SourcePolicy}
+rewards: [{class_path: tests.fixtures.sources.OwnSource}]
+reward_weights: {red: 1.0}
+num_steps: 2
+recipe:
+  class_path: flowalign.training.PolicyGradient
+  init_args: {prompts_per_step: 4, sampling: {num_steps: 3, samples_per_prompt: 3}}
+device: cpu
+threads: 1
+"""
 
 
 def own() -> Rewards:
@@ -33,9 +52,7 @@ def test_the_reward_sees_another_source(tmp_path):
     assert own().score(swapped).values[:, 0].tolist() == [0, 0]
 
 
-def new_noise(count: int):
-    import torch
-
+def new_noise(count: int) -> Tensor:
     return PixelPolicy().noise(count, torch.Generator().manual_seed(0))
 
 
@@ -86,30 +103,41 @@ def test_scoring_files_gives_each_its_own_source(tmp_path):
     assert OwnSource().score(batch).values[:, 0].tolist() == [1] * 6
 
 
+def test_a_report_shows_the_source_beside_the_result(tmp_path):
+    cfg = Evaluation(prompts={"held": write_sources(tmp_path)}, num_prompts=6, num_steps=2, grid=3)
+    save_grid(tmp_path, 0, evaluate(SourcePolicy(), own(), cfg, ALONE))
+    cards = samples(tmp_path / "samples")["cards"]
+    found = [Image.open(io.BytesIO(base64.b64decode(c.source.partition(",")[2]))) for c in cards]
+    assert [picture.getpixel((1, 1))[0] for picture in found] == [5, 25, 55]
+
+
+def test_a_grid_has_the_sources_first_and_a_listing_names_them(tmp_path):
+    run = yaml.safe_load(RUN) | {"output_dir": str(tmp_path / "run")}
+    run["recipe"]["init_args"]["prompts"] = write_sources(tmp_path)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    argv = ["sample", str(tmp_path / "run.yaml"), "--prompts", str(tmp_path / "edits.jsonl")]
+    for more in (["--limit", "2", "--out", str(tmp_path / "grid.png")], ["--count", "2"]):
+        where = [] if "--out" in more else ["--out", str(tmp_path / "out")]
+        with pytest.raises(SystemExit) as ended:
+            main([*argv, *more, *where])
+        assert ended.value.code == 0
+    with Image.open(tmp_path / "grid.png") as grid:
+        assert grid.size == (2 + 5 * 3, 2 + 2 * 3), "a source and four pictures of a pixel a row"
+        assert [grid.getpixel((2, y))[0] for y in (2, 5)] == [5, 15]
+    listed = read_requests(str(tmp_path / "out" / "metadata.jsonl"))
+    wanted = [request.given for request in read_requests(str(tmp_path / "edits.jsonl"))]
+    assert [request.given for request in listed] == [one for one in wanted for _ in range(2)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_training_of_several_processes_scores_each_sample_with_its_own_source(
     tmp_path, processes
 ):
-    recipe = {
-        "class_path": "flowalign.training.PolicyGradient",
-        "init_args": {
-            "prompts": write_sources(tmp_path),
-            "prompts_per_step": 4,
-            "sampling": {"num_steps": 3, "samples_per_prompt": 3},
-        },
-    }
-    run = {
-        "policy": {"class_path": "tests.fixtures.sources.SourcePolicy"},
-        "rewards": [{"class_path": "tests.fixtures.sources.OwnSource"}],
-        "reward_weights": {"red": 1.0},
-        "num_steps": 2,
-        "recipe": recipe,
-        "evaluation": {"prompts": {"held": write_sources(tmp_path)}, "num_prompts": 6},
-        "device": "cpu",
-        "threads": 1,
-        "output_dir": str(tmp_path / "run"),
-    }
+    file = write_sources(tmp_path)
+    run = yaml.safe_load(RUN) | {"output_dir": str(tmp_path / "run")}
+    run["recipe"]["init_args"]["prompts"] = file
+    run["evaluation"] = {"prompts": {"held": file}, "num_prompts": 6}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
     command = [sys.executable, "-m", "flowalign", "train", str(tmp_path / "run.yaml")]
     command += ["--processes", str(processes)] if processes > 1 else []

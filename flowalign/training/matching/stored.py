@@ -260,9 +260,8 @@ class StoredStream(BatchStream):
         takes = self.texts.policy.takes
         for example in examples:
             why = [queue.failed[m] for m in media_of(example) if m in queue.failed]
-            why += [
-                f"references: the policy {m}" for m in [takes.misfit(requests_of(example)[0])] if m
-            ]
+            if misfit := takes.misfit(requests_of(example)[0]):
+                why.append(f"unfit request: the policy {misfit}")
             dropped.add(why[0]) if why else kept.append(example)
         self._report_dropped(f"{kind} of {path}", len(kept), dropped)
         return kept
