@@ -15,12 +15,14 @@ from torch import Tensor
 
 from flowalign.cli.main import main
 from flowalign.curation.scoring.rows import assemble, prepare
+from flowalign.data.preference.convert import read_pairs
 from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
 from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
@@ -101,6 +103,29 @@ def test_scoring_files_gives_each_its_own_source(tmp_path):
     records = list(open_dataset(str(tmp_path / "metadata.jsonl")))
     batch = assemble([prepare(record, i, 0) for i, record in enumerate(records)])
     assert OwnSource().score(batch).values[:, 0].tolist() == [1] * 6
+
+
+def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tmp_path):
+    requests = read_requests(write_sources(tmp_path, 3))
+    rows = [
+        {"prompt": "make it red", "images": ["source-0.png", f"source-{k}.png"], "ranks": [1, 2]}
+        | {"references": [f"source-{k}.png"]}
+        for k in (1, 2)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs, _ = read_pairs(str(tmp_path / "pairs.jsonl"))
+    assert [pair.chosen.request.given for pair in pairs] == [one.given for one in requests[1:]]
+    data = StoredDataset(path=str(tmp_path / "pairs.jsonl"), batch_size=2)
+    stream = data.open(SourcePolicy(), own(), 0, ALONE)
+    (batch,) = stream.batches([0])
+    told = (255 * batch.examples.cond["length"][:, 0]).round().tolist()
+    assert sorted(told) == [15, 15, 25, 25]
+    assert told[:2] == told[2:], "winner and loser of a pair answer one request"
+    for row in rows:
+        del row["references"]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match="takes 1 source references, and the request has 0"):
+        data.open(SourcePolicy(), own(), 0, ALONE)
 
 
 def test_a_report_shows_the_source_beside_the_result(tmp_path):

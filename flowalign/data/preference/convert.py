@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Pair, Sample, Segment
+from flowalign.data.preference.pairs import Example, Pair, Sample, Segment, requests_of
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.data.readers.dense_dpo import DENSE_DPO
@@ -18,6 +18,7 @@ from flowalign.data.readers.preferences import CHOSEN_REJECTED
 from flowalign.data.records import Record
 from flowalign.media.decode import MediaProblem
 from flowalign.media.media import Media
+from flowalign.types import Takes
 
 ByDimension = Mapping[str, Sequence[float]]
 """For each dimension one number per medium of a record; higher is better."""
@@ -101,6 +102,16 @@ def read_samples(
     _check_dimensions(path, dimensions, known)
     found = list(samples.values())
     return _only_labelled(found, report) if labelled else found, report
+
+
+def fitting(examples: Sequence[Example], takes: Takes, report: DropReport) -> list[Example]:
+    """Drop the examples whose request does not have what a policy takes."""
+    kept = []
+    for example in examples:
+        misfit = takes.misfit(requests_of(example)[0])
+        where = example.where if isinstance(example, Pair) else example.media.path or example.prompt
+        report.add(f"unfit request: the policy {misfit}", where) if misfit else kept.append(example)
+    return kept
 
 
 def _only_labelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
