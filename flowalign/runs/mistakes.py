@@ -63,6 +63,8 @@ def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         return _nearest(found[2], dir(importlib.import_module(found[1])))
     if option := _unknown_option(message):
+        if option.rpartition(".")[2] == "images" and "WanI2V" in message:
+            return "a first frame is the field `image` of each row of the prompts file today"
         paths = re.findall(r"class_path '([\w.]+)'", message)
         known = options(parser_of(paths[-1]) if paths else parser)
         return _nearest(option, [_inside(key, name) for name in known], key)
