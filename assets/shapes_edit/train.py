@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from build import log, save
+from build import follow, log, save, whole_words
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
@@ -25,7 +25,6 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from edited_world import EDITS, WAYS, Edit, combinations, edits, picture, splits
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import pixel_unshuffle
@@ -47,23 +46,9 @@ TOKENS = 13
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a whole-word tokenizer; `<eos>` is not id 2, which CLIP treats specially."""
+    """Return the tokenizer of this world's instructions."""
     texts = [*EDITS, *COLOURS, *SHAPES, *RELATIONS, *WAYS.values(), "a the it"]
-    words = sorted({word for text in texts for word in text.split()})
-    vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *words])}
-    core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    core.post_processor = processors.TemplateProcessing(
-        single="<bos> $A <eos>", special_tokens=[("<bos>", 1), ("<eos>", 3)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        unk_token="<unk>",
-        pad_token="<pad>",
-        model_max_length=TOKENS,
-    )
+    return whole_words({word for text in texts for word in text.split()}, TOKENS)
 
 
 def clip(vocab: int) -> CLIPTextModel:
@@ -197,9 +182,7 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        decay = min(0.999, (1 + step) / (10 + step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(average.parameters()), list(editor.parameters()), 1 - decay)
+        follow(average, editor, step)
         mean += 0.01 * (loss.item() - mean)
         if step % 200 == 0:
             log("flow", step, args.steps, start, mean)
