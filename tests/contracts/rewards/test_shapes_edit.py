@@ -7,9 +7,8 @@ from pathlib import Path
 import edited_world
 import pytest
 import torch
-from PIL import Image
-from torchvision.transforms.functional import to_tensor
 
+from flowalign.data.requests import read_requests
 from flowalign.types import MediaBatch
 from reward_models.shapes import BACKGROUND, COLOURS, RELATIONS, SHAPES
 from reward_models.shapes_edit import Change, ShapesEditVerifier, Thing
@@ -17,7 +16,7 @@ from tests.fixtures.reward_contract import check_contract
 
 VERIFIER = ShapesEditVerifier()
 DIMS = VERIFIER.spec.dims
-ASSETS = Path("assets/shapes_edit/requests")
+ASSETS = "assets/shapes_edit/requests"
 SHOWN, HIDDEN = edited_world.combinations()
 SOME = edited_world.edits([*SHOWN, *HIDDEN], 80, seed=11)
 
@@ -311,14 +310,15 @@ def test_a_source_of_another_size_is_named():
 @pytest.mark.slow
 def test_committed_requests_are_the_splits_with_the_sources_that_they_say():
     for name, edits in edited_world.splits().items():
-        rows = [json.loads(line) for line in (ASSETS / f"{name}.jsonl").read_text().splitlines()]
-        assert [row["prompt"] for row in rows] == [e.instruction for e in edits]
-        assert [Change.read(row) for row in rows] == [e.change for e in edits]
-        for row in rows[::40]:
-            shown = to_tensor(Image.open(ASSETS / row["image"]).convert("RGB"))
-            expected = edited_world.picture(Change.read(row).source)
-            torch.testing.assert_close(shown, expected, atol=1 / 255, rtol=0)
-        assert len(list((ASSETS / name).iterdir())) == len(rows)
+        requests = read_requests(f"{ASSETS}/{name}.jsonl")
+        assert [request.prompt for request in requests] == [e.instruction for e in edits]
+        assert [Change.read(request.metadata) for request in requests] == [e.change for e in edits]
+        assert len({request.key for request in requests}) == len(edits)
+        for request, edit in list(zip(requests, edits, strict=True))[::40]:
+            (source,) = request.references
+            expected = edited_world.picture(edit.change.source)[None]
+            torch.testing.assert_close(source.read(), expected, atol=1 / 255, rtol=0)
+        assert len(list(Path(ASSETS, name).iterdir())) == len(edits)
 
 
 @pytest.mark.slow
