@@ -26,6 +26,7 @@ from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Velocity
 from flowalign.types.request import Reference, Request
 from flowalign.types.reward import (
     Backbone,
+    Column,
     Head,
     HeadNetwork,
     Loadable,
@@ -63,6 +64,7 @@ __all__ = [
     "UnitInterval",
     "ALONE",
     "Backbone",
+    "Column",
     "Cond",
     "CreditEstimator",
     "Residuals",

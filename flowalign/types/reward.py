@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features
+from flowalign.types.request import Request
 
 T = TypeVar("T")
 Need = Literal["prompt", "fps", "references", "groups"]
@@ -34,6 +35,8 @@ class MediaBatch:
     """Source or reference images of each sample (editing, image to video), or empty."""
     groups: Sequence[int] = ()
     """Group ids, or empty; group-wise models compare samples with the same id."""
+    masks: Sequence[Float[Tensor, "1 _ _"] | None] = ()
+    """Where the first reference may change, in [0, 1], None for a sample without; or empty."""
 
     def __len__(self) -> int:
         return len(self.media)
@@ -47,6 +50,7 @@ class MediaBatch:
             _pick(self.fps, rows),
             _pick(self.references, rows),
             _pick(self.groups, rows),
+            _pick(self.masks, rows),
         )
 
     def chunks(self, size: int) -> list["MediaBatch"]:
@@ -66,7 +70,23 @@ class MediaBatch:
             [f for b in batches for f in b.fps],
             [r for b in batches for r in b.references],
             [g for b in batches for g in b.groups],
+            [m for b in batches for m in b.masks],
         )
+
+
+@dataclass(frozen=True)
+class Column:
+    """Declares a column of the metadata, with all that it may say."""
+
+    name: str
+    values: tuple[str, ...]
+
+    def problem(self, metadata: Mapping[str, Any]) -> str:
+        """Return what is wrong with the column of a sample; empty if nothing is."""
+        if (said := metadata.get(self.name)) in self.values:
+            return ""
+        found = f"no {self.name}" if said is None else f"the {self.name} {said!r}"
+        return f"its metadata has {found}; there are {', '.join(self.values)}"
 
 
 @dataclass(frozen=True)
@@ -92,10 +112,27 @@ class RewardSpec:
     version: str = ""
     """Everything else that decides the scores: weights, prompts, settings. Enters the
     fingerprint."""
+    columns: tuple[Column, ...] = ()
+    """Columns that the metadata of every sample must have; how they are used is in `version`."""
 
     def fingerprint(self) -> str:
-        """Return a hash of all fields; scores with different fingerprints are not comparable."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Return a hash of all fields but `columns`.
+
+        Scores with different fingerprints are not comparable.
+        """
+        fields = {name: value for name, value in asdict(self).items() if name != "columns"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def lacks(self, request: Request) -> str:
+        """Return why results of a request cannot be scored; empty if nothing speaks against it.
+
+        Needs no pixels, so that a run can ask before anything is loaded.
+        """
+        if "prompt" in self.needs and not request.prompt:
+            return "its prompt is missing"
+        if "references" in self.needs and not request.references:
+            return "its source image is missing"
+        return self._problem(request.metadata)
 
     def screen(self, batch: MediaBatch) -> dict[int, str]:
         """Return the samples that cannot be scored, with the reason. Every model calls this first.
@@ -124,7 +161,13 @@ class RewardSpec:
         failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
         if "prompt" in self.needs:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
-        return failed
+        if "references" in self.needs:
+            failed |= _without_source(batch)
+        known = batch.metadata or ({},) * len(batch)
+        return failed | {i: why for i, row in enumerate(known) if (why := self._problem(row))}
+
+    def _problem(self, metadata: Mapping[str, Any]) -> str:
+        return next((why for column in self.columns if (why := column.problem(metadata))), "")
 
 
 @dataclass(frozen=True)
@@ -214,6 +257,17 @@ def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tenso
     if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
         return media[rows[0] : rows[0] + len(rows)]
     return media[list(rows)]
+
+
+def _without_source(batch: MediaBatch) -> dict[int, str]:
+    """Return the samples without a source image, or with one that cannot be shown."""
+    failed: dict[int, str] = {}
+    for i, images in enumerate(batch.references):
+        if not images:
+            failed[i] = "its source image is missing"
+        elif not all(image.isfinite().all() for image in images):
+            failed[i] = "the pixels of its source image are not finite"
+    return failed
 
 
 def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
