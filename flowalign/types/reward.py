@@ -294,6 +294,8 @@ class Backbone(Loadable):
     equal features."""
     reads_prompts: bool
     """Whether the features depend on the prompts."""
+    reads_references: bool = False
+    """Whether the features depend on the sources of edits; then every sample must have one."""
     num_frames: int | None
     """Frames that are read of longer videos, evenly spaced; None: all."""
 

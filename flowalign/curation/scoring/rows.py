@@ -14,7 +14,7 @@ from flowalign.media.media import Media
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
-Column = str | int | float | bool | None
+Column = str | int | float | bool | list[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,9 @@ def _row(
         ("rating", record.ratings),
     ):
         labels |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
+    labels |= {f"both_bad/{dim}": True for dim in record.both_bad}
+    if record.references:
+        labels["references"] = [reference.path for reference in record.references]
     return {
         "record": record.id,
         "medium": item.medium,

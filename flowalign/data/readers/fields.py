@@ -52,6 +52,10 @@ class Fields:
             raise RowProblem(f"{name} is not a list of media")
         return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
 
+    def optional_media(self, name: str) -> list[Media]:
+        """Return a list of media; none if it is absent."""
+        return self.media(name) if name in self else []
+
     def of(self, value: Any, name: str) -> Media:
         """Return a medium from a value inside a column; `name` says which in messages."""
         return self._medium(value, name, None)

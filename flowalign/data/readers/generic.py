@@ -21,7 +21,7 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
         _identity(row) or default_id,
         row.text(present(row, _PROMPT)),
         media,
-        references=row.media("references") if "references" in row else (),
+        references=row.optional_media("references"),
         ranks=_by_dimension(row, "ranks", len(media)),
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),

@@ -67,8 +67,8 @@ def _is_part(part: Any) -> bool:
 def _in_columns(row: Fields, name: str) -> _Content:
     """Return text and images of the columns `name_text` and `name_images` of the hub's table."""
     texts = [part for part in _IMAGE.split(row.text(f"{name}_text")) if part]
-    images = row.media(f"{name}_images") if row.row.fields.get(f"{name}_images") else []
-    return "\n".join(texts), images
+    some = bool(row.row.fields.get(f"{name}_images"))  # text-to-image has an empty list
+    return "\n".join(texts), row.media(f"{name}_images") if some else []
 
 
 MMRB2 = Schema(
