@@ -20,7 +20,6 @@ from reward_models.checkpoints import find_file, signature
 from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.efficientnet import EfficientNetLite0
 
-
 Part = Literal["image", "text", "product", "source"]
 """What a head may see of a sample."""
 
