@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from pyarrow import parquet
 
 from flowalign.curation.scoring import job as scoring
@@ -22,6 +23,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
+from reward_models.source_consistency import KeptPixels
 from tests.fixtures.scoring_rewards import (
     Brightness,
     Moving,
@@ -210,6 +212,21 @@ def test_an_edit_without_its_source_fails_alone(tmp_path):
     rows = whole(job(gone, tmp_path / "b", OwnSource()))
     assert "gone.png" in rows[4]["reason"]
     assert rows[3]["own"] == 1.0
+
+
+def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
+    """The edits differ from their source by one level, and by another in one pixel of row 0."""
+    hole = np.zeros((8, 12, 3), np.uint8)
+    hole[1:] = 255
+    Image.fromarray(hole).save(tmp_path / "mask.png")
+    source, images = edited(tmp_path, 0)
+    row = {"prompt": "p", "images": images, "references": [source]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mask": "mask.png"}))
+    rows = whole(job(str(path), tmp_path / "out", KeptPixels()))
+    bare, masked = rows[0]["kept_pixels"], rows[2]["kept_pixels"]
+    assert bare == pytest.approx(1 - (1 + 1 / 96) / 255, abs=1e-5)
+    assert masked == pytest.approx(1 - (1 + 1 / 12) / 255, abs=1e-5)
 
 
 def test_parquet_has_lists_of_references_and_marks_pairs_that_are_both_bad(tmp_path):

@@ -57,6 +57,14 @@ def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
     assert record.metadata == {"seed": 3}
 
 
+def test_a_mask_that_is_a_picture_is_one_and_one_of_latents_stays_a_column(tmp_path):
+    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], "mask": "m.png"}
+    record = only(jsonl(tmp_path, row), "generic")
+    assert (record.mask, record.metadata) == (Media(str(tmp_path / "m.png")), {})
+    record = only(jsonl(tmp_path, row | {"mask": "m.safetensors"}), "generic")
+    assert (record.mask, record.metadata) == (None, {"mask": "m.safetensors"})
+
+
 def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
     rows = [
         {"prompt": "x", "image": {"bytes": b"png", "path": "name.png"}},
