@@ -57,12 +57,12 @@ class KeptPixels(RewardModel):
 
 def _kept(sample: MediaBatch) -> Float[Tensor, ""]:
     edit = sample.media[0, 0].float().cpu()
-    source = resized(sample.references[0][0][None].float().cpu(), *edit.shape[1:])[0].clamp(0, 1)
+    height, width = edit.shape[1:]
+    source = resized(sample.references[0][0][None].float().cpu(), height, width)[0].clamp(0, 1)
     mask = sample.masks[0] if sample.masks else None
     if mask is not None:
-        mask = F.interpolate(
-            mask[None].float().cpu(), edit.shape[1:], mode="bilinear", antialias=True
-        )[0]
+        whole = mask[None].float().cpu()
+        mask = F.interpolate(whole, (height, width), mode="bilinear", antialias=True)[0]
     return kept(edit, source, mask)
 
 

@@ -8,7 +8,6 @@ a pair without two valid scores is counted as unscored, not as wrong.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
@@ -150,15 +149,16 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
     lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
     fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
     cool, bins = agreement.cooled(lead, share, fold), settings.num_bins
+    right = ((lead.sign() == human) & (human != 0)).double()
+    half = torch.where(human == 0, 0.5, right)
     resampled = {
+        "accuracy_ties_half": lambda w: resampling.mean(half, w),
+        "accuracy_ties_wrong": lambda w: resampling.mean(right, w),
         "accuracy_with_ties": lambda w: resampling.best_accuracy(lead, human, w),
         "accuracy_held_out": lambda w: resampling.held_out_accuracy(lead, human, fold, w),
         "ece": lambda w: resampling.calibration_error(lead, share, bins, w),
         "ece_calibrated": lambda w: resampling.calibration_error(cool, share, bins, w),
     }
-    right = ((lead.sign() == human) & (human != 0)).double()
-    for name, worth in (("accuracy_ties_half", 0.5), ("accuracy_ties_wrong", 0.0)):
-        resampled[name] = partial(resampling.mean, torch.where(human == 0, worth, right))
     measures = {
         name: _measured(statistic, cluster, settings, len(lead))
         for name, statistic in resampled.items()

@@ -19,6 +19,8 @@ SUCCESSORS = json.loads((ROOT / "tests/runs/old_run_files.json").read_text())
 OLD_LINES = 4932
 """The lines below configs/ when every run file was complete."""
 
+NEW = ("configs/tasks/editing.yaml",)
+"""Run files that are not in place of an old one."""
 MODELS = ("shapes", "sd35_medium", "flux1_dev")
 METHODS = sorted({Path(old).stem for old in OLD if old.startswith("configs/credit/")})
 
@@ -84,7 +86,7 @@ def test_models_that_methods_go_behind_are_complete():
 
 
 def test_no_run_file_is_left_over():
-    given = {file for files in SUCCESSORS.values() for file in files}
+    given = {file for files in SUCCESSORS.values() for file in files} | set(NEW)
     used = given | {origin for file in given for origin in compose([file]).origins.values()}
     assert [file for file in run_files() if file not in used] == []
 
