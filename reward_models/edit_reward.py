@@ -9,6 +9,7 @@ Source: EditReward, arXiv:2509.26346.
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -26,7 +27,6 @@ from reward_models.pixels import resized
 from reward_models.qwen2_vl import (
     Chat,
     Dtype,
-    PositionMode,
     assemble,
     chat_ids,
     checked_options,
@@ -59,15 +59,33 @@ def fused(heads: Float[Tensor, "n 2 2"], fusion: Fusion = "mean") -> Float[Tenso
     return torch.stack([heads[..., 0].sum(1), variance.sqrt().log()], 1)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Names the texts that the heads were trained with."""
+
+    following: str = str(_INSTRUCTIONS / "edit_reward_following.txt")
+    """File of the first head's instruction, which holds `{prompt}` and the token `<|Reward|>`."""
+    quality: str = str(_INSTRUCTIONS / "edit_reward_quality.txt")
+    """File of the second head's."""
+    system: str = "You are a helpful assistant."
+    """System prompt of the base; MiMo-VL has another."""
+
+    def read(self) -> list[str]:
+        """Return both instructions; raise ValueError for a file that is none."""
+        return [_instruction(path) for path in (self.following, self.quality)]
+
+
+_BUNDLED = Instructions()
+
+
 class EditReward(NetworkReward):
     """Scores following, quality and overall, unbounded, each with its standard deviation.
 
     `checkpoint` is a file, a folder with `model.pth` or `model.safetensors`, or a hub repository
     with the latter; `base` one with the configuration and tokenizer of a Qwen2.5-VL, which MiMo-VL
-    is too, with a `system` prompt of its own. `following` and `quality` are files of instructions,
-    which hold `{prompt}` and the token `<|Reward|>`. The overall score is `fusion` of the heads;
-    the published configuration takes the mean. An edit is shown after its source, the first
-    reference.
+    is too. The overall score is `fusion` of the heads; the published configuration takes the mean.
+    An edit is shown after its source, the first reference. Positions count tokens, as the original
+    has them by handing its own embeddings to the language model.
     """
 
     tokenizer: Qwen2Tokenizer
@@ -77,26 +95,22 @@ class EditReward(NetworkReward):
         checkpoint: str,
         base: str = "Qwen/Qwen2.5-VL-7B-Instruct",
         fusion: Fusion = "mean",
-        following: str = str(_INSTRUCTIONS / "edit_reward_following.txt"),
-        quality: str = str(_INSTRUCTIONS / "edit_reward_quality.txt"),
-        system: str = "You are a helpful assistant.",
-        position_mode: PositionMode = "sequential",
+        instructions: Instructions = _BUNDLED,
         dtype: Dtype = "bfloat16",
         device: str = "auto",
         batch_size: PositiveInt = 8,
         offload: bool = False,
     ):
-        checked_options(position_mode, dtype)
+        checked_options("sequential", dtype)
         if fusion not in get_args(Fusion):
             raise ValueError(f"fusion is {fusion!r}; it must be one of mean, min, sum")
-        self.checkpoint, self.base, self.system = checkpoint, base, system
+        self.checkpoint, self.base, self.system = checkpoint, base, instructions.system
         self.fusion: Fusion = fusion
-        self.instructions = [_instruction(path) for path in (following, quality)]
-        self.position_mode: PositionMode = position_mode
+        self.instructions = instructions.read()
         self.dtype: Dtype = dtype
         weights = signature(checkpoint), signature(base)
-        asked = hashlib.sha256("".join([*self.instructions, system]).encode()).hexdigest()[:16]
-        settings = fusion, asked, f"{position_mode} positions", dtype
+        asked = hashlib.sha256("".join([*self.instructions, self.system]).encode()).hexdigest()[:16]
+        settings = fusion, asked, dtype
         spec = RewardSpec(
             name="edit_reward",
             dims=DIMS,
@@ -113,7 +127,7 @@ class EditReward(NetworkReward):
         """Read backbone and heads from one checkpoint."""
         config, self.tokenizer = read_base(self.base, [TOKEN], "qwen2_5_vl")
         tensors = _weights(self.checkpoint)
-        return assemble(config, _Heads, tensors, self.checkpoint, self.position_mode, self.dtype)
+        return assemble(config, _Heads, tensors, self.checkpoint, dtype=self.dtype)
 
     def rate(self, batch: MediaBatch) -> Rated:
         """Compute mean and standard deviation of every edit, in a forward pass for each head."""

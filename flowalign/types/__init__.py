@@ -22,6 +22,7 @@ from flowalign.types.matching import (
     Requirements,
     Residuals,
 )
+from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Takes, VelocityField
 from flowalign.types.request import Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
@@ -30,7 +31,6 @@ from flowalign.types.reward import (
     Head,
     HeadNetwork,
     Loadable,
-    MediaBatch,
     Need,
     RewardModel,
     RewardOutput,

@@ -1,81 +1,21 @@
-"""Define what reward models are given and return. Import these names from `flowalign.types`."""
+"""Define what reward models declare and return. Import these names from `flowalign.types`."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features
+from flowalign.types.media_batch import MediaBatch
 from flowalign.types.request import Request
 
-T = TypeVar("T")
 Need = Literal["prompt", "fps", "references", "groups"]
-
-
-@dataclass(frozen=True)
-class MediaBatch:
-    """Holds media of one shape, and what is known about each: the input of a reward model."""
-
-    media: Float[Tensor, "n F 3 H W"]
-    """RGB in [0, 1]; an image is a video of one frame. Differentiable rewards pass the gradient of
-    media that require one."""
-    prompts: Sequence[str]
-    """Prompt of each sample."""
-    metadata: Sequence[Mapping[str, Any]] = ()
-    """Further columns of the prompt's row, one mapping per sample, or empty."""
-    fps: Sequence[float] = ()
-    """Frames per second of each sample, or empty where unknown."""
-    references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
-    """Source or reference images of each sample (editing, image to video), or empty; of a clip
-    its first frame."""
-    groups: Sequence[int] = ()
-    """Group ids, or empty; group-wise models compare samples with the same id."""
-    masks: Sequence[Float[Tensor, "1 _ _"] | None] = ()
-    """Where the first reference may change, in [0, 1], None for a sample without; or empty."""
-
-    def __len__(self) -> int:
-        return len(self.media)
-
-    def take(self, rows: Sequence[int]) -> "MediaBatch":
-        """Return the given samples in that order; consecutive ones share this batch's memory."""
-        return MediaBatch(
-            _rows(self.media, rows),
-            _pick(self.prompts, rows),
-            _pick(self.metadata, rows),
-            _pick(self.fps, rows),
-            _pick(self.references, rows),
-            _pick(self.groups, rows),
-            _pick(self.masks, rows),
-        )
-
-    def chunks(self, size: int) -> list["MediaBatch"]:
-        """Return the same samples in batches of at most `size`."""
-        starts = range(0, len(self), size)
-        return [self.take(range(i, min(i + size, len(self)))) for i in starts]
-
-    @staticmethod
-    def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
-        """Return the samples of several batches, one after another.
-
-        Samples of batches without metadata or references have empty ones beside those of others.
-        """
-        if len(batches) == 1:
-            return batches[0]
-        return MediaBatch(
-            torch.cat([b.media for b in batches]),
-            [p for b in batches for p in b.prompts],
-            _filled([b.metadata for b in batches], batches, {}),
-            [f for b in batches for f in b.fps],
-            _filled([b.references for b in batches], batches, ()),
-            [g for b in batches for g in b.groups],
-            [m for b in batches for m in b.masks],
-        )
 
 
 @dataclass(frozen=True)
@@ -133,10 +73,11 @@ class RewardSpec:
         Needs no pixels, so that a run can ask before anything is loaded.
         """
         if "prompt" in self.needs and not request.prompt:
-            return "its prompt is missing"
+            return "needs a prompt, and the request has none"
         if "references" in self.needs and not request.references:
-            return "its source image is missing"
-        return self._problem(request.metadata)
+            return "needs a source, and the request names no image"
+        problem = self._problem(request.metadata)
+        return f"cannot score it: {problem}" if problem else ""
 
     def screen(self, batch: MediaBatch) -> dict[int, str]:
         """Return the samples that cannot be scored, with the reason. Every model calls this first.
@@ -256,13 +197,6 @@ class RewardModel(ABC):
         """
 
 
-def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
-    """Return these samples; consecutive ones are not copied, because videos are large."""
-    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return media[rows[0] : rows[0] + len(rows)]
-    return media[list(rows)]
-
-
 def _without_source(batch: MediaBatch) -> dict[int, str]:
     """Return the samples without a source image, or with one that cannot be shown."""
     failed: dict[int, str] = {}
@@ -272,18 +206,6 @@ def _without_source(batch: MediaBatch) -> dict[int, str]:
         elif not all(image.isfinite().all() for image in images):
             failed[i] = "the pixels of its source image are not finite"
     return failed
-
-
-def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
-    return [column[i] for i in rows] if column else ()
-
-
-def _filled(columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T) -> Sequence[T]:
-    """Join a column of several batches, or return none if no batch has it."""
-    if not any(columns):
-        return ()
-    pairs = zip(columns, batches, strict=True)
-    return [one for column, batch in pairs for one in column or [empty] * len(batch)]
 
 
 class Loadable(ABC):

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, Qwen2VLImageProcessorPil
 
 from flowalign.types import MediaBatch
 from reward_models import edit_reward
-from reward_models.edit_reward import EditReward, fused
+from reward_models.edit_reward import EditReward, Instructions, fused
 from reward_models.pixels import resized
 from reward_models.qwen2_vl import num_tokens
 from reward_models.rule import to_bytes
@@ -74,7 +74,8 @@ def texts(tmp_path_factory):
 
 def tiny(folders, texts, **settings):
     base, checkpoint = folders
-    settings = {"dtype": "float32", "device": "cpu"} | texts | settings
+    settings = {"dtype": "float32", "device": "cpu"} | settings
+    settings["instructions"] = Instructions(**texts)
     return EditReward(str(settings.pop("checkpoint", checkpoint)), str(base), **settings)
 
 
@@ -235,8 +236,7 @@ def test_fingerprints_tell_texts_and_settings_apart(folders, texts):
             tiny(folders, texts),
             tiny(folders, swapped),
             tiny(folders, texts, fusion="min"),
-            tiny(folders, texts, system="You are MiMo."),
-            tiny(folders, texts, position_mode="mrope"),
+            tiny(folders, texts | {"system": "You are MiMo."}),
             tiny(folders, texts, dtype="bfloat16"),
         ]
     )

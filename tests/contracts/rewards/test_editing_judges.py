@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from flowalign.rewards.composite import Rewards
+from flowalign.training.fit import check_requests
 from flowalign.types import Column, MediaBatch, Reference, Request, RewardSpec
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
@@ -15,7 +16,9 @@ from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
+from reward_models.source_consistency import KeptPixels
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply
+from tests.fixtures.pixel import PixelPolicy
 
 SECTIONS = ("Text Faithfulness", "Image Faithfulness", "Physical and Visual Quality")
 ONCE = Sampling(temperature=0.0)
@@ -170,12 +173,16 @@ def test_what_a_request_lacks_is_known_without_pixels():
         Server("http://127.0.0.1:1/v1", MODEL),
     )
     judge, edit = WinRate(OneReward(server)).spec, EditScore(server).spec
-    assert edit.lacks(Request("make it red")) == "its source image is missing"
-    assert edit.lacks(Request("", (source,))) == "its prompt is missing"
+    assert edit.lacks(Request("make it red")).startswith("needs a source, and the request names")
+    assert edit.lacks(Request("", (source,))) == "needs a prompt, and the request has none"
     assert edit.lacks(Request("make it red", (source,))) == ""
     assert judge.lacks(Request("a", metadata={"task": "image_fill"})) == ""
-    assert judge.lacks(Request("a", metadata={"task": 7})).startswith("its metadata has the task 7")
-    assert judge.lacks(Request("a")).startswith("its metadata has no task; there are text_to_image")
+    assert judge.lacks(Request("a", metadata={"task": 7})).startswith(
+        "cannot score it: its metadata has the task 7"
+    )
+    assert judge.lacks(Request("a")).startswith(
+        "cannot score it: its metadata has no task; there are text_to_image"
+    )
     assert WinRate(OneReward(server, "editing")).spec.lacks(Request("a")) == ""
 
 
@@ -200,6 +207,38 @@ def test_masks_stay_with_their_samples():
     assert batch.take([3]).masks[0] is masks[3]
     assert MediaBatch.concat(batch.chunks(4)).masks == masks
     assert edits().take([1]).masks == ()
+
+
+def test_loops_attach_the_source_and_the_mask_of_each_request():
+    def read(level, frames=1):
+        return lambda: torch.full((frames, 3, 2, 2), level)
+
+    requests = [
+        Request("a", (Reference("a.png", "a", read(0.25)),), Reference("m.png", "m", read(0.5))),
+        Request("b", (Reference("b.png", "b", read(0.75)),), metadata={"task": "edit"}),
+    ]
+    rewards = Rewards([KeptPixels()], {"kept_pixels": 1.0})
+    batch = rewards.batch(torch.zeros(2, 1, 3, 2, 2), requests)
+    assert [float(some[0].mean()) for some in batch.references] == [0.25, 0.75]
+    assert batch.masks[0].shape == (1, 2, 2)
+    assert batch.masks[1] is None
+    assert batch.metadata[1] == {"task": "edit"}
+    assert rewards.score(batch).values.tolist() == [[0.75], [0.25]]
+    assert rewards.batch(torch.zeros(1, 1, 3, 2, 2), [Request("c")]).masks == ()
+
+
+def test_a_run_whose_requests_lack_a_task_is_refused_with_their_place():
+    reward = WinRate(OneReward(Server("http://127.0.0.1:1/v1", MODEL), tasks={"edit": "editing"}))
+    located = [
+        ("edits.jsonl:1", Request("a", metadata={"task": "edit"})),
+        ("edits.jsonl:2", Request("b", metadata={"task": "fly"})),
+    ]
+    check_requests(PixelPolicy(), [reward], located[:1])
+    message = (
+        "edits.jsonl:2: reward 'one_reward_win_rate' cannot score it: its metadata has the task"
+    )
+    with pytest.raises(ValueError, match=message):
+        check_requests(PixelPolicy(), [reward], located)
 
 
 def test_columns_do_not_enter_the_fingerprint():
