@@ -20,6 +20,9 @@ from reward_models.checkpoints import find_file, signature
 from reward_models.clip_towers import Towers, read_hugging_face, read_open_clip
 from reward_models.efficientnet import EfficientNetLite0
 
+Part = Literal["image", "text", "product", "source"]
+"""What a head may see of a sample."""
+
 
 class Encoder(ABC):
     """Embeds single images and, if it can, prompts; subclass it for a network of your own."""
@@ -134,29 +137,29 @@ class PooledFrames(Backbone):
 
     From longer videos `num_frames` evenly spaced frames are taken. `over_frames` lists the pooling
     statistics, which are concatenated; `joint` lists what the head sees: the pooled image, the
-    prompt, and their elementwise product, whose sum is the cosine similarity. `at_once` frames are
-    encoded together.
+    prompt, their elementwise product, whose sum is the cosine similarity, and the source that an
+    edit began with. `at_once` frames are encoded together.
     """
 
     def __init__(
         self,
         encoder: Encoder,
-        joint: Sequence[Literal["image", "text", "product"]] = ("image", "text", "product"),
+        joint: Sequence[Part] = ("image", "text", "product"),
         over_frames: Sequence[Literal["mean", "std", "max"]] = ("mean",),
         num_frames: PositiveInt = 8,
         at_once: PositiveInt = 64,
         lora: Lora | None = None,
     ):
-        self.reads_prompts = encoder.reads_prompts
+        self.reads_prompts, self.reads_references = encoder.reads_prompts, "source" in joint
         if not joint or not over_frames or num_frames < 1 or at_once < 1:
             raise ValueError(
                 f"joint {list(joint)}, over_frames {list(over_frames)}, num_frames {num_frames}, "
                 f"at_once {at_once}: none may be empty or below 1"
             )
-        if not self.reads_prompts and set(joint) != {"image"}:
+        if not self.reads_prompts and not set(joint) <= {"image", "source"}:
             raise ValueError(
                 f"{type(encoder).__name__} reads no prompts; its joint must be [image], "
-                f"not {list(joint)}"
+                f"with or without source, not {list(joint)}"
             )
         self.encoder, self.joint, self.over_frames = encoder, joint, over_frames
         self.num_frames = self.most = num_frames
@@ -184,7 +187,18 @@ class PooledFrames(Backbone):
         distinct = list(dict.fromkeys(batch.prompts))
         text = self.encoder.prompts(distinct).to(device)
         text = text[[distinct.index(p) for p in batch.prompts]]
-        return Features(torch.cat([self._part(name, image, text) for name in self.joint], 1), text)
+        parts = {"image": image, "text": text}
+        if self.reads_references:
+            parts["source"] = self._pool(self._sources(batch)[:, None])
+        if "product" in self.joint:
+            parts["product"] = _product(image, text)
+        return Features(torch.cat([parts[name] for name in self.joint], 1), text)
+
+    def _sources(self, batch: MediaBatch) -> Float[Tensor, "n D"]:
+        """Encode the first reference of each sample; they may differ in size."""
+        device = next(self.network.parameters()).device
+        images = [some[0][None].to(device, torch.float32) for some in batch.references]
+        return torch.cat([self.encoder.pictures(image) for image in images])
 
     def _pool(self, encoded: Float[Tensor, "n F D"]) -> Float[Tensor, "n D2"]:
         pools = {
@@ -193,16 +207,6 @@ class PooledFrames(Backbone):
             "max": lambda: encoded.amax(1),
         }
         return torch.cat([pools[name]() for name in self.over_frames], 1)
-
-    def _part(self, name: str, image: Tensor, text: Tensor) -> Tensor:
-        if name != "product":
-            return image if name == "image" else text
-        if image.shape[1] % text.shape[1]:
-            raise ValueError(
-                f"product needs embeddings of one size; pictures have {image.shape[1]}, "
-                f"prompts {text.shape[1]}"
-            )
-        return image * text.repeat(1, image.shape[1] // text.shape[1])
 
     def _identity(self) -> str:
         digest = hashlib.sha256()
@@ -219,6 +223,16 @@ class PooledFrames(Backbone):
             digest.update(f"{name}{tuple(tensor.shape)}{tensor.dtype}".encode())
             digest.update(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
         return digest.hexdigest()[:16]
+
+
+def _product(image: Float[Tensor, "n D"], text: Float[Tensor, "n E"]) -> Float[Tensor, "n D"]:
+    """Multiply every pooling statistic of the image by the embedding of the prompt."""
+    if image.shape[1] % text.shape[1]:
+        raise ValueError(
+            f"product needs embeddings of one size; pictures have {image.shape[1]}, "
+            f"prompts {text.shape[1]}"
+        )
+    return image * text.repeat(1, image.shape[1] // text.shape[1])
 
 
 def _spread(have: int, want: int) -> list[int]:

@@ -77,7 +77,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
     except UnpicklingError as error:
         raise ValueError(f"{path} holds more than tensors; it is not loaded") from error
-    content = content.get("state_dict", content) if isinstance(content, Mapping) else content
+    for wrapper in ("state_dict", "model"):
+        inside = content.get(wrapper) if isinstance(content, Mapping) else None
+        content = inside if isinstance(inside, Mapping) else content
     if not isinstance(content, Mapping) or not all(isinstance(v, Tensor) for v in content.values()):
         raise ValueError(f"{path} is not a mapping of names to tensors")
     return dict(content)

@@ -1,4 +1,4 @@
-"""Builds Qwen2-VL as the backbone of a reward: native classes, a separate head, tensors in.
+"""Builds Qwen2-VL or Qwen2.5-VL as the backbone of a reward: native classes, a separate head.
 
 Published rewards subclass the language model. Under transformers 5 such a class loads no text
 weights and says so only in a printed table; here the head is a module of its own and every key is
@@ -16,10 +16,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
+    PretrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLModel,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLModel,
-    Qwen2VLTextConfig,
 )
 
 from reward_models.checkpoints import find_file, load_exactly, read_json, renamed, without_memory
@@ -30,22 +32,31 @@ Dtype = Literal["float32", "bfloat16"]
 PATCH, MERGE, PAIR = 14, 2, 2
 """Pixels per side of a patch, patches per side of a token, frames per patch."""
 KEYS = (
+    (r"^model\.(language_model|visual)\.", r"backbone.\1."),
     (r"^model\.", "backbone.language_model."),
     (r"^visual\.", "backbone.visual."),
-    (r"^rm_head\.", "head."),
+    (r"^rm_heads?\.", "head."),
 )
-"""Maps the names of transformers 4.45, in which these checkpoints were written, to those used
-here."""
+"""Maps the names of transformers 4, in which these checkpoints were written, to those used here:
+4.45 had the language model in `model`, 4.52 and later have `model.language_model`."""
+Config = Qwen2VLConfig | Qwen2_5_VLConfig
+Kind = Literal["qwen2_vl", "qwen2_5_vl"]
+_CLASSES: dict[Kind, tuple[type[Config], type[Qwen2VLModel] | type[Qwen2_5_VLModel]]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLModel),
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel),
+}
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Holds one user turn about one image or video."""
+    """Holds one user turn about one video, or one or several images."""
 
     ids: list[int]
     patches: Float[Tensor, "N D"]
     grid: tuple[int, int, int]
     """Number of frame pairs, patch rows and patch columns."""
+    further: tuple[tuple[int, int, int], ...] = ()
+    """The same of further images, whose patches follow those of the first."""
 
 
 class Qwen2VLReward(nn.Module):
@@ -56,15 +67,17 @@ class Qwen2VLReward(nn.Module):
     which gives other scores.
     """
 
-    def __init__(self, config: Qwen2VLConfig, head: nn.Module, position_mode: PositionMode):
+    def __init__(self, config: Config, head: nn.Module, position_mode: PositionMode):
         super().__init__()
-        self.backbone, self.head = Qwen2VLModel(config), head
+        kind = "qwen2_5_vl" if isinstance(config, Qwen2_5_VLConfig) else "qwen2_vl"
+        self.backbone: Any = _CLASSES[kind][1](config)  # pyright: ignore[reportArgumentType]
+        self.head = head
         self.position_mode: PositionMode = position_mode
         self.pads = {"image": config.image_token_id, "video": config.video_token_id}
 
     def forward(
         self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
-    ) -> Float[Tensor, "n M d"]:
+    ) -> Float[Tensor, "n M *d"]:
         """Return the head's output at each of the M marks, which every chat contains once.
 
         Padding comes last, where causal attention never looks, so there is no mask.
@@ -73,7 +86,8 @@ class Qwen2VLReward(nn.Module):
         rows = [torch.tensor(chat.ids) for chat in chats]
         ids = pad_sequence(rows, batch_first=True, padding_value=0).to(device)
         pixels, grid = f"pixel_values{'_videos' * (modality == 'video')}", f"{modality}_grid_thw"
-        vision = {grid: torch.tensor([chat.grid for chat in chats], device=device)}
+        grids = [one for chat in chats for one in (chat.grid, *chat.further)]
+        vision = {grid: torch.tensor(grids, device=device)}
         position_ids = self._positions(ids, modality, vision)
         vision[pixels] = torch.cat([chat.patches for chat in chats]).to(device)
         hidden = self.backbone(
@@ -92,40 +106,42 @@ class Qwen2VLReward(nn.Module):
         return self.backbone.get_rope_index(**kwargs)[0]
 
 
-def read_base(source: str, tokens: Sequence[str]) -> tuple[Qwen2VLConfig, Qwen2Tokenizer]:
+def read_base(
+    source: str, tokens: Sequence[str], kind: Kind = "qwen2_vl"
+) -> tuple[Config, Qwen2Tokenizer]:
     """Read the architecture and the tokenizer of a base model, and add special tokens.
 
     Raises:
-        ValueError: where the folder or hub repository lacks a file or is no Qwen2-VL.
+        ValueError: where the folder or hub repository lacks a file or is of another kind.
     """
     names = ("config.json", "tokenizer.json", "tokenizer_config.json")
     paths = [find_file(source, name) for name in names]
-    if (kind := read_json(paths[0]).get("model_type")) != "qwen2_vl":
-        raise ValueError(f"{source} is of type {kind!r}, not qwen2_vl")
+    if (found := read_json(paths[0]).get("model_type")) != kind:
+        raise ValueError(f"{source} is of type {found!r}, not {kind}")
     folder = paths[0].parent
-    config = Qwen2VLConfig.from_pretrained(folder)
+    config = _CLASSES[kind][0].from_pretrained(folder)
     tokenizer = Qwen2Tokenizer.from_pretrained(folder)
     tokenizer.add_tokens(list(tokens), special_tokens=True)
     text_config(config).vocab_size = len(tokenizer)
     return config, tokenizer
 
 
-def text_config(config: Qwen2VLConfig) -> Qwen2VLTextConfig:
+def text_config(config: Config) -> Any:
     """Return the configuration of the language model."""
-    if not isinstance(config.text_config, Qwen2VLTextConfig):
+    if not isinstance(config.text_config, PretrainedConfig):
         raise ValueError("the configuration has no language model")
     return config.text_config
 
 
 def assemble(
-    config: Qwen2VLConfig,
+    config: Config,
     head: Callable[[int], nn.Module],
     tensors: Mapping[str, Tensor],
     source: str | Path,
     position_mode: PositionMode = "sequential",
     dtype: Dtype = "float32",
 ) -> Qwen2VLReward:
-    """Build the network with exactly these weights, named by transformers 4.45.
+    """Build the network with exactly these weights, named by transformers 4.
 
     The head stays in float32.
     """
@@ -176,13 +192,19 @@ def chat_ids(
     tokenizer: Qwen2Tokenizer,
     text: str,
     modality: Literal["image", "video"],
-    num_tokens: int,
+    *num_tokens: int,
+    system: str = "You are a helpful assistant.",
 ) -> list[int]:
-    """Return token ids of a user turn, media before text, up to where the answer begins."""
+    """Return token ids of a user turn, media before text, up to where the answer begins.
+
+    `num_tokens` are those of each medium, in order.
+    """
+    media = "".join(
+        f"<|vision_start|>{f'<|{modality}_pad|>' * num}<|vision_end|>" for num in num_tokens
+    )
     return tokenizer.encode(
-        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
-        f"<|vision_start|>{f'<|{modality}_pad|>' * num_tokens}<|vision_end|>{text}<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
+        f"{media}{text}<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

@@ -11,7 +11,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Rater
-from flowalign.types import Backbone, Head, MediaBatch, PositiveInt, RewardSpec
+from flowalign.types import Backbone, Head, MediaBatch, Need, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, load_exactly, read_tensors
 from reward_models.network import NetworkReward, Rated
 
@@ -56,7 +56,7 @@ class TrainedReward(NetworkReward):
             scale=(-float("inf"), float("inf")),
             licence=self.config["licence"],
             differentiable=True,
-            needs=("prompt",) if self.config["needs_prompt"] else (),
+            needs=_needs(self.config),
             normalisation=units,
             version=hashed[:16],
         )
@@ -98,6 +98,12 @@ class TrainedReward(NetworkReward):
             learned = torch.tensor([d in self.config["uncertain"] for d in self.config["dims"]])
             deviation = deviation.masked_fill(~learned.to(deviation.device), torch.nan)
         return Rated(values, deviation)
+
+
+def _needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
+    """Return what samples must have; folders written before there were sources name none."""
+    prompt: tuple[Need, ...] = ("prompt",) if config["needs_prompt"] else ()
+    return (*prompt, "references") if config.get("needs_references") else prompt
 
 
 def _config(path: Path) -> dict[str, Any]:

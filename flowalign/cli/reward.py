@@ -5,7 +5,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,20 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--bootstrap", type=whole(0), default=500, help="resamples of prompts; default 500, 0: none"
     )
+    add(
+        "--ties",
+        nargs="+",
+        choices=("left_out", "held_out", "best", "videoalign", "half", "wrong"),
+        default=["left_out", "held_out"],
+        help="treatments of ties whose accuracy is printed; eval.json has all; "
+        "default left_out held_out",
+    )
+    add(
+        "--both_bad",
+        choices=("tie", "drop"),
+        default="tie",
+        help="pairs of which people found both bad count as ties (default), or are left out",
+    )
     add("--bins", type=whole(1), default=10, help="bins of the calibration curve, default 10")
     add(
         "--seed",
@@ -129,14 +143,14 @@ def _score_first(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from flowalign.reward_training.eval import MEASURES, Settings, evaluate
+    from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
     from flowalign.reward_training.pairs import find_table, read_scores
     from flowalign.reward_training.report import finite, page
     from flowalign.utils.console import table as show
     from flowalign.utils.files import write_text
 
     source = find_table(Path(args.data))
-    settings = Settings(args.bootstrap, args.bins, seed=args.seed)
+    settings = Settings(args.bootstrap, args.bins, seed=args.seed, both_bad=args.both_bad)
     content = {
         "table": str(source),
         **evaluate(read_scores(source), settings, args.scores, args.humans),
@@ -146,17 +160,24 @@ def _evaluate(args: argparse.Namespace) -> int:
     text = json.dumps(finite(content), indent=1, allow_nan=False)
     write_text(out / "eval.json", text + "\n")
     write_text(out / "eval.html", page(out.resolve().name, content, MEASURES))
-    rows = {f"{r['score']} ~ {r['human']}": _line(r) for r in content["results"]}
+    ties = [TIES[name] for name in args.ties]
+    rows = {
+        f"{r['score']} ~ {r['human']}": _line(r, ties, args.both_bad) for r in content["results"]
+    }
     show(f"{source}: {out / 'eval.html'}", rows)
     return 0
 
 
-def _line(result: Mapping[str, Any]) -> str:
-    """Format the headline figures of one row, for a terminal."""
+def _line(result: Mapping[str, Any], ties: Sequence[tuple[str, str]], both_bad: str) -> str:
+    """Format the headline figures of one row for a terminal, with the treatment each one has."""
     parts = [f"{result['pairs']} pairs"]
+    if result["human_ties"]:
+        parts[0] += f" ({result['human_ties']} ties)"
+    if count := result["both_bad"]:
+        parts.append(f"{count} both bad: {'as ties' if both_bad == 'tie' else 'left out'}")
     for name, short in (
-        ("accuracy_without_ties", "w/o ties"),
-        ("accuracy_held_out", "w/ ties"),
+        *ties,
+        ("accuracy_sets", "whole sets"),
         ("kendall", "tau"),
         ("spearman", "rho"),
         ("ece", "ECE"),

@@ -28,6 +28,10 @@ class Record:
     ratings: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Absolute human scores in the dataset's own units, higher is better."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    mask: Media | None = None
+    """Picture that is white where the first reference may change."""
+    both_bad: Sequence[str] = ()
+    """Dimensions in which people found all media bad; their ranks are a tie."""
     problem: str = ""
     """Why the row cannot be used, with its number; empty if it can. May come without media."""
 

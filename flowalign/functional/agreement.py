@@ -83,6 +83,26 @@ def held_out_accuracy(
     return _mean(right)
 
 
+def whole_sets(
+    lead: Float[Tensor, "n"],
+    human: Int[Tensor, "n"],
+    group: Int[Tensor, "n"],
+    threshold: float,
+    cluster: Int[Tensor, "n"],
+) -> tuple[Float[Tensor, "g"], Int[Tensor, "g"]]:
+    """Return 1 for each group of which every pair is right, else 0, and the groups' clusters.
+
+    A decided pair is right if the scores order it as people did, whatever the lead; a tie is right
+    if |lead| <= threshold.
+
+    Source: TIGER-AI-Lab/EditReward @ 84602889f4, evaluate/eval_bench.py.
+    """
+    right = torch.where(human == 0, lead.abs() <= threshold, lead.sign() == human)
+    ids, index = group.unique(return_inverse=True)
+    wrong = torch.zeros(len(ids), dtype=torch.float64).index_add(0, index, (~right).double())
+    return (wrong == 0).double(), cluster.new_zeros(len(ids)).scatter(0, index, cluster)
+
+
 # Correlation --------------------------------------------------------------------------------------
 
 

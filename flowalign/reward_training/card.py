@@ -9,6 +9,7 @@ from typing import Any
 def card(config: Mapping[str, Any]) -> str:
     """Write Markdown: dimensions, data, agreement with people, calibration, licence, and use."""
     needs = "a prompt with every sample" if config["needs_prompt"] else "no prompt"
+    needs += " and its source image" if config.get("needs_references") else ""
     lines = [
         f"# {config['name']}",
         "",
@@ -20,7 +21,8 @@ def card(config: Mapping[str, Any]) -> str:
             "Data",
             *(f"- {key}: {_shown(value)}" for key, value in config["data"].items()),
             "",
-            "Records are divided by prompt: no prompt is in two parts. The held-out part decided "
+            "Records are divided by prompt, those of edits by prompt and source: none is in two "
+            "parts. The held-out part decided "
             "when training stopped, the temperatures and the tie thresholds; the test part decided "
             "nothing.",
         ),

@@ -33,16 +33,24 @@ class Sample:
 
     media: Media
     prompt: str
+    references: Sequence[Media] = ()
+    """Sources of an edit, for backbones that read them."""
 
-    def key(self, reads_prompts: bool) -> Key:
-        """Hash the content, not the name: equal bytes and prompts share their features."""
-        data = self.media.data
-        if data is None:
-            if self.media.path is None:
-                raise ValueError("the medium has neither a path nor data")
-            data = Path(self.media.path).read_bytes()
-        prompt = self.prompt.encode() if reads_prompts else b""
-        return hashlib.sha256(hashlib.sha256(data).digest() + prompt).digest()
+    def key(self, reads_prompts: bool, reads_references: bool = False) -> Key:
+        """Hash the content, not the name: what is equal for the backbone shares its features."""
+        content = _digest(self.media) + (self.prompt.encode() if reads_prompts else b"")
+        if reads_references:
+            content = b"".join(map(_digest, self.references)) + content
+        return hashlib.sha256(content).digest()
+
+
+def _digest(medium: Media) -> bytes:
+    data = medium.data
+    if data is None:
+        if medium.path is None:
+            raise ValueError("the medium has neither a path nor data")
+        data = Path(medium.path).read_bytes()
+    return hashlib.sha256(data).digest()
 
 
 class Embeddings:
@@ -87,7 +95,7 @@ class Embeddings:
 
     def _key(self, sample: Sample, i: int, failed: dict[int, str]) -> Key | None:
         try:
-            return sample.key(self.backbone.reads_prompts)
+            return sample.key(self.backbone.reads_prompts, self.backbone.reads_references)
         except (OSError, ValueError) as error:
             failed[i] = str(error)
             return None
@@ -142,9 +150,11 @@ def embed_samples(
     Features are on the CPU, in float32, and keep the gradient of an adapter.
     """
     media: dict[int, Tensor] = {}
+    sources: dict[int, list[Tensor]] = {}
     failed: dict[int, str] = {}
     for i, sample in enumerate(samples):
         try:
+            sources[i] = _sources(backbone, frames, sample)
             media[i] = frames(sample.media)
         except (OSError, ValueError) as error:
             failed[i] = str(error)
@@ -153,7 +163,11 @@ def embed_samples(
         shapes.setdefault(tuple(pixels.shape), []).append(i)
     rows: dict[int, tuple[Tensor, Tensor]] = {}
     for some in shapes.values():
-        batch = MediaBatch(torch.stack([media[i] for i in some]), [samples[i].prompt for i in some])
+        batch = MediaBatch(
+            torch.stack([media[i] for i in some]),
+            [samples[i].prompt for i in some],
+            references=[sources[i] for i in some] if backbone.reads_references else (),
+        )
         features = backbone.embed(batch).to(torch.device("cpu"))
         rows |= {i: (features.joint[n], features.prompt[n]) for n, i in enumerate(some)}
     for i, (joint, prompt) in rows.items():
@@ -167,3 +181,12 @@ def embed_samples(
     absent = tuple(torch.full_like(part, torch.nan) for part in first)
     full = [rows.get(i, absent) for i in range(len(samples))]
     return Features(torch.stack([r[0] for r in full]), torch.stack([r[1] for r in full])), failed
+
+
+def _sources(backbone: Backbone, frames: Frames, sample: Sample) -> list[Tensor]:
+    """Read the first frames of a sample's references, if the backbone reads them."""
+    if not backbone.reads_references:
+        return []
+    if not sample.references:
+        raise ValueError("its source image is missing")
+    return [frames(reference)[0] for reference in sample.references]

@@ -8,7 +8,7 @@ a pair without two valid scores is counted as unscored, not as wrong.
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from flowalign.reward_training.pairs import Pairs, ScoredTable
@@ -19,12 +19,26 @@ MEASURES = {
     "accuracy_held_out": "accuracy with ties, held-out threshold",
     "accuracy_with_ties": "accuracy with ties, best threshold",
     "accuracy_videoalign": "accuracy with ties as VideoAlign computes it",
+    "accuracy_ties_half": "accuracy, a tie of people counts half",
+    "accuracy_ties_wrong": "accuracy, a tie of people is wrong",
+    "accuracy_sets": "accuracy of whole sets, in which every pair is right",
     "kendall": "Kendall's tau-b, mean over groups",
     "spearman": "Spearman's correlation, ratings only",
     "ece": "expected calibration error",
     "ece_calibrated": "expected calibration error, held-out temperature",
 }
 """Names of the measures of every scored dimension and human column, with readable labels."""
+TIES = {
+    "left_out": ("accuracy_without_ties", "ties left out"),
+    "held_out": ("accuracy_held_out", "ties by a held-out threshold"),
+    "best": ("accuracy_with_ties", "ties by the best threshold"),
+    "videoalign": ("accuracy_videoalign", "ties as VideoAlign"),
+    "half": ("accuracy_ties_half", "a tie counts half"),
+    "wrong": ("accuracy_ties_wrong", "a tie is wrong"),
+}
+"""Treatments of ties: the measure that has each, and its words on the terminal."""
+BothBad = Literal["tie", "drop"]
+"""Treatment of pairs of which people found both bad: as a tie, or left out."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +49,8 @@ class Measure:
     low: float = math.nan
     high: float = math.nan
     n: int = 0
-    """Number of pairs; for Kendall's tau of groups, for Spearman's correlation of media."""
+    """Number of pairs; of sets for whole sets, of groups for Kendall's tau, of media for Spearman's
+    correlation."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +64,13 @@ class Settings:
     num_folds: int = 2
     """Number of parts of the prompts for held-out thresholds and temperatures."""
     seed: int = 0
+    both_bad: BothBad = "tie"
+    """Treatment of pairs of which people found both bad."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that are too small."""
+        """Refuse numbers that are too small, and unknown treatments."""
+        if self.both_bad not in get_args(BothBad):
+            raise ValueError(f"both_bad is {self.both_bad!r}; it must be tie or drop")
         for name, least in (("repeats", 0), ("num_bins", 1), ("num_folds", 2)):
             if (value := vars(self)[name]) < least:
                 raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -66,11 +85,18 @@ def evaluate(
     """Compute all measures of the chosen columns (default: all), as `eval.json` holds them."""
     dims = _chosen(scores, list(table.scores), "scored dimension")
     columns = _chosen(humans, list(table.humans), "human column")
+    bad = {name: len(table.record[rows].unique()) for name, rows in table.both_bad.items()}
+    table = table.without_both_bad() if settings.both_bad == "drop" else table
     results = []
     for column in columns:
         for dim in dims:
             results.append(
-                {"score": dim, "human": column, **_agreement(table, dim, column, settings)}
+                {
+                    "score": dim,
+                    "human": column,
+                    "both_bad": bad.get(column, 0),
+                    **_agreement(table, dim, column, settings),
+                }
             )
     return {
         "rows": len(table.record),
@@ -116,12 +142,18 @@ def _agreement(table: "ScoredTable", dim: str, column: str, settings: Settings) 
 
 
 def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
+    import torch
+
     from flowalign.functional import agreement, resampling
 
     lead, human, share, cluster = compared.lead, compared.human, compared.share, compared.cluster
     fold = agreement.folds(cluster, settings.num_folds, _generator(settings))
     cool, bins = agreement.cooled(lead, share, fold), settings.num_bins
+    right = ((lead.sign() == human) & (human != 0)).double()
+    half = torch.where(human == 0, 0.5, right)
     resampled = {
+        "accuracy_ties_half": lambda w: resampling.mean(half, w),
+        "accuracy_ties_wrong": lambda w: resampling.mean(right, w),
         "accuracy_with_ties": lambda w: resampling.best_accuracy(lead, human, w),
         "accuracy_held_out": lambda w: resampling.held_out_accuracy(lead, human, fold, w),
         "ece": lambda w: resampling.calibration_error(lead, share, bins, w),
@@ -139,7 +171,26 @@ def _pair_measures(compared: "Pairs", settings: Settings) -> dict[str, Measure]:
     )
     # No interval: it depends on the order of the rows, which a resample does not have.
     videoalign = agreement.videoalign_accuracy_with_ties(lead, human)
+    measures["accuracy_sets"] = _set_measure(compared, settings)
     return measures | {"accuracy_videoalign": Measure(videoalign, n=len(lead))}
+
+
+def _set_measure(compared: "Pairs", settings: Settings) -> Measure:
+    """Measure in how many groups every pair is right; groups with a failed score are left out.
+
+    A decided pair is right by its order, whatever the lead, and a tie up to the best threshold.
+    """
+    from flowalign.functional import agreement, resampling
+
+    threshold = agreement.best_tie_threshold(compared.lead, compared.human).threshold
+    right, owner = agreement.whole_sets(
+        compared.lead[compared.whole],
+        compared.human[compared.whole],
+        compared.group[compared.whole],
+        threshold,
+        compared.cluster[compared.whole],
+    )
+    return _measured(lambda w: resampling.mean(right, w), owner, settings, len(right))
 
 
 def _row_measures(

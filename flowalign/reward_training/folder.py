@@ -118,6 +118,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]
         "modality": about.modality,
         "licence": about.licence,
         "needs_prompt": trainer.backbone.reads_prompts,
+        "needs_references": trainer.backbone.reads_references,
         "backbone": dict(about.backbone),
         "backbone_fingerprint": trainer.backbone.fingerprint,
         "head": dict(about.head),

@@ -28,7 +28,7 @@ class Preferences:
     labels: Float[Tensor, "B m R"]
     """Rank, share of votes or rating of each candidate; NaN where there is no label."""
     part: Int[Tensor, "B"]
-    """Index into PARTS; records with the same prompt are in the same part."""
+    """Index into PARTS; records with the same prompt, and source, are in the same part."""
     num_unlabelled: int = 0
     """Number of records without a label in any of the dimensions; they are left out."""
     problems: Sequence[str] = ()
@@ -89,12 +89,12 @@ def gather(
     for i, record in enumerate(kept):
         m = len(record.media)
         candidate[i, :m] = torch.arange(len(samples), len(samples) + m)
-        samples += [Sample(medium, record.prompt) for medium in record.media]
+        samples += [Sample(medium, record.prompt, record.references) for medium in record.media]
         for d, (dim, kind) in enumerate(kinds.items()):
             if found := _labels(record, dim, kind):
                 labels[i, :m, d] = torch.tensor(found, dtype=torch.float32)
     _check(labels, kinds, kept)
-    part = _parts([r.prompt for r in kept], seed, shares)
+    part = _parts([_asked(record) for record in kept], seed, shares)
     return Preferences(samples, candidate, labels, part, unlabelled, problems)
 
 
@@ -120,9 +120,15 @@ def _check(
             )
 
 
-def _parts(prompts: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[Tensor, "B"]:
-    """Assign records to parts by their prompts; a prompt, whatever its case, is in one part."""
-    plain = [" ".join(p.casefold().split()) for p in prompts]
+def _asked(record: Record) -> str:
+    """Return the prompt of a record, whatever its case, and after it the names of its sources."""
+    prompt = " ".join(record.prompt.casefold().split())
+    sources = [m.path or hashlib.sha256(m.data or b"").hexdigest() for m in record.references]
+    return "\0".join([prompt, *sources])
+
+
+def _parts(plain: Sequence[str], seed: int, shares: tuple[float, float]) -> Int[Tensor, "B"]:
+    """Assign records to parts by what they were asked, which is in one part as a whole."""
     order = sorted(set(plain), key=lambda p: hashlib.sha256(f"{seed}:{p}".encode()).digest())
     sizes = [max(round(share * len(order)), 1) if share else 0 for share in shares]
     if sum(sizes) >= len(order) or not sizes[0]:

@@ -3,12 +3,12 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.agreement import pairs_within
@@ -23,7 +23,8 @@ class ScoredTable:
     record: Int[Tensor, "n"]
     """Number of the record of each row."""
     prompt: Int[Tensor, "n"]
-    """Number of the prompt of each row; without a prompt, a number of its record's own."""
+    """Number of the prompt of each row, with its sources; without a prompt, or with a source that
+    is no file, a number of its record's own."""
     paths: Sequence[str | None]
     prompts: Sequence[str]
     scores: Mapping[str, Float[Tensor, "n"]]
@@ -33,6 +34,18 @@ class ScoredTable:
     where there is no label."""
     fingerprints: Sequence[str]
     """Distinct fingerprints of the models that scored the rows."""
+    both_bad: Mapping[str, Bool[Tensor, "n"]] = field(default_factory=dict)
+    """Rows of pairs of which people found both bad, by human column."""
+
+    def without_both_bad(self) -> "ScoredTable":
+        """Return a copy without the labels of pairs of which people found both bad."""
+        humans = {
+            name: labels.masked_fill(self.both_bad[name], math.nan)
+            if name in self.both_bad
+            else labels
+            for name, labels in self.humans.items()
+        }
+        return replace(self, humans=humans)
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,10 @@ class Pairs:
     """Number of the prompt: the unit that the bootstrap resamples."""
     unscored: int
     """Number of pairs that people compared, but without two valid scores."""
+    group: Int[Tensor, "n"]
+    """Number of the media that were compared with each other: the record, of ratings the prompt."""
+    whole: Bool[Tensor, "n"]
+    """Whether all media of the pair's group have a valid score."""
 
 
 def find_table(source: Path) -> Path:
@@ -79,12 +96,17 @@ def read_scores(path: Path) -> ScoredTable:
     if missing:
         raise ValueError(f"{path} has no column {', '.join(missing)}: not of `flowalign score`")
     labels = [n for n in columns if n.partition("/")[0] in ("rank", "votes", "rating") and "/" in n]
+    bad = [n.partition("/")[2] for n in columns if n.startswith("both_bad/")]
     dims = [name for name in columns if f"{name}_valid" in columns]
     if not dims or not labels:
         lacks = "scored dimension" if not dims else "column rank/..., votes/... or rating/..."
         raise ValueError(f"{path} has no {lacks}; its columns: {', '.join(columns)}"[:400])
     prompts = [str(prompt or "") for prompt in columns["prompt"]]
-    owners = [p if p else ("", r) for p, r in zip(prompts, columns["record"], strict=True)]
+    sources = columns.get("references") or [None] * len(prompts)
+    owners = [
+        (p, *(s or ())) if p and None not in (s or ()) else ("", r)
+        for p, s, r in zip(prompts, sources, columns["record"], strict=True)
+    ]
     return ScoredTable(
         record=_numbered(columns["record"]),
         prompt=_numbered(owners),
@@ -93,6 +115,10 @@ def read_scores(path: Path) -> ScoredTable:
         scores={d: _numbers(columns[d], columns[f"{d}_valid"]) for d in dims},
         humans={n: _numbers(columns[n]) * (-1 if n.startswith("rank/") else 1) for n in labels},
         fingerprints=sorted({str(f) for f in columns.get("fingerprint", ()) if f}),
+        both_bad={
+            f"rank/{dim}": torch.tensor([value is True for value in columns[f"both_bad/{dim}"]])
+            for dim in bad
+        },
     )
 
 
@@ -103,18 +129,27 @@ def groups(table: ScoredTable, column: str) -> Int[Tensor, "n"]:
 
 def pairs(table: ScoredTable, dim: str, column: str) -> Pairs:
     """Pair every two media that people compared in a column, with the lead of one score."""
-    human, score = table.humans[column], table.scores[dim]
+    human, score, group = table.humans[column], table.scores[dim], groups(table, column)
     rows = human.isfinite().nonzero()[:, 0]
-    first, second = pairs_within(groups(table, column)[rows])
+    first, second = pairs_within(group[rows])
     i, j = rows[first], rows[second]
     known = (score[i] - score[j]).isfinite()
+    broken = group[i[~known]].unique()
     i, j = i[known], j[known]
     better = (human[i] - human[j]).sign()
     share = (better + 1) / 2
     if column.startswith("votes/"):
         total = human[i] + human[j]
         share = torch.where(total > 0, human[i] / total.clamp(min=1e-300), 0.5)
-    return Pairs(score[i] - score[j], better.long(), share, table.prompt[i], int((~known).sum()))
+    return Pairs(
+        score[i] - score[j],
+        better.long(),
+        share,
+        table.prompt[i],
+        int((~known).sum()),
+        group[i],
+        ~torch.isin(group[i], broken),
+    )
 
 
 def both_orders(

@@ -23,7 +23,7 @@ class _Job:
 
     def __post_init__(self) -> None:
         b = self.batch
-        columns = (b.metadata, b.fps, b.references, b.groups)
+        columns = (b.metadata, b.fps, b.references, b.groups, b.masks)
         self.kind = (*b.media.shape[1:], b.media.dtype, *(bool(column) for column in columns))
 
 

@@ -95,6 +95,7 @@ class Rewards:
         """Attach to media of one rate `fps`, None for pictures, what their requests hold."""
         has_metadata = any(request.metadata for request in requests)
         has_references = any(request.references for request in requests)
+        has_masks = any(request.mask for request in requests)
         return MediaBatch(
             media,
             prompts_of(requests),
@@ -102,6 +103,7 @@ class Rewards:
             () if fps is None else (fps,) * len(media),
             [[one.read()[0] for one in r.references] for r in requests] if has_references else (),
             groups,
+            [_mask(request) for request in requests] if has_masks else (),
         )
 
     def scoring(self) -> "Scoring":
@@ -149,6 +151,11 @@ class Worker:
     """Model, which vouches for its scores."""
     thread: ThreadPoolExecutor
     """Thread of its own."""
+
+
+def _mask(request: Request) -> Float[Tensor, "1 H W"] | None:
+    """Return where the first reference of a request may change, if it says so."""
+    return request.mask.read()[0].mean(0, keepdim=True) if request.mask else None
 
 
 def _on(device: int | None) -> None:

@@ -1,8 +1,9 @@
 """Encodes media and scores between a reward server and its clients, without pickle or loss.
 
-A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I, and in
-its metadata, under `request`, everything else as JSON. It is put together here rather than by the
-library, which copies the pixels several times; reading is the library's.
+A request is a safetensors file: `media`, `reference.I.J` for reference image J of sample I,
+`mask.I` for its mask, and in its metadata, under `request`, everything else as JSON. It is put
+together here rather than by the library, which copies the pixels several times; reading is the
+library's.
 """
 
 import json
@@ -32,6 +33,8 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> l
     tensors = {"media": _pack(batch.media, pixels)}
     for i, some in enumerate(batch.references):
         tensors |= {f"reference.{i}.{j}": _pack(image, pixels) for j, image in enumerate(some)}
+    masks = {f"mask.{i}": mask for i, mask in enumerate(batch.masks) if mask is not None}
+    tensors |= {name: _pack(mask, pixels) for name, mask in masks.items()}
     request = {
         "version": VERSION,
         "prompts": list(batch.prompts),
@@ -39,6 +42,7 @@ def pack_batch(batch: MediaBatch, pixels: Pixels, extra: Mapping[str, Any]) -> l
         "metadata": [dict(row) for row in batch.metadata],
         "groups": list(batch.groups),
         "references": [len(some) for some in batch.references],
+        **({"masks": [mask is not None for mask in batch.masks]} if batch.masks else {}),
         **extra,
     }
     return _safetensors(tensors, {"request": json.dumps(request)})
@@ -64,23 +68,29 @@ def open_message(message: bytes) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError(f"version {request['version']!r}; this side speaks {VERSION}")
         media = tensors["media"]
         check_columns(request, len(media) if media.ndim else 0)
-        _check_tensors(tensors, request["references"])
+        _check_tensors(tensors, request["references"], request.get("masks", []))
     except (SafetensorError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"not a message of flowalign: {type(error).__name__} {error}") from error
     return tensors, request
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], counts: Sequence[int]) -> None:
-    """Raise ValueError unless these are media and their references, `counts` of each sample."""
-    if sum(counts) != len(tensors) - 1:
-        raise ValueError(f"{len(tensors) - 1} reference images, but {sum(counts)} declared")
+def _check_tensors(
+    tensors: Mapping[str, Tensor], counts: Sequence[int], masked: Sequence[bool]
+) -> None:
+    """Raise ValueError unless these are media, `counts` references of each sample, and masks."""
+    if sum(counts) + sum(masked) != len(tensors) - 1:
+        declared = f"{sum(counts)}" + (f" and {sum(masked)} masks" if masked else "")
+        raise ValueError(f"{len(tensors) - 1} reference images, but {declared} declared")
     wanted = {"media", *(f"reference.{i}.{j}" for i, n in enumerate(counts) for j in range(n))}
+    wanted |= {f"mask.{i}" for i, given in enumerate(masked) if given}
     if wanted != set(tensors):
         raise ValueError(f"tensors {sorted(set(tensors) ^ wanted)[:5]} do not fit the request")
     for name, tensor in tensors.items():
-        axes = (5, 2, "(n, frames, 3, h, w)") if name == "media" else (3, 0, "(3, h, w)")
-        if tensor.ndim != axes[0] or tensor.shape[axes[1]] != 3:
-            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {axes[2]}")
+        kind = name.partition(".")[0]
+        ndim, axis, channels = {"media": (5, 2, 3), "mask": (3, 0, 1)}.get(kind, (3, 0, 3))
+        if tensor.ndim != ndim or tensor.shape[axis] != channels:
+            expected = "(n, frames, 3, h, w)" if kind == "media" else f"({channels}, h, w)"
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)}, expected {expected}")
         if tensor.dtype not in (torch.uint8, torch.float32):
             raise ValueError(f"{name} of {tensor.dtype}, expected float32 or uint8")
 
@@ -98,6 +108,10 @@ def batch_of(tensors: Mapping[str, Tensor], request: Mapping[str, Any]) -> Media
         request["fps"],
         references,
         request["groups"],
+        [
+            _unpack(tensors[f"mask.{i}"]) if given else None
+            for i, given in enumerate(request.get("masks", []))
+        ],
     )
 
 
@@ -127,6 +141,7 @@ _COLUMNS: dict[str, tuple[Callable[[object], bool], str]] = {
     "fps": (_is_rate, "numbers above 0"),
     "groups": (_is_count, "whole numbers from 0"),
     "references": (_is_count, "whole numbers from 0"),
+    "masks": (lambda entry: isinstance(entry, bool), "true or false"),
 }
 
 

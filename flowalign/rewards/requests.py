@@ -20,7 +20,8 @@ from flowalign.types import MediaBatch
 _ADDRESS = ("request_id", "model", "deadline_s")
 """Keys of a request that say who asks whom, and until when."""
 _JSON_KEYS = {"prompts", "images", "metadata", *_ADDRESS}
-_BINARY_KEYS = {"version", "prompts", "fps", "metadata", "groups", "references", *_ADDRESS}
+_COLUMNS = ("prompts", "fps", "metadata", "groups", "references", "masks")
+_BINARY_KEYS = {"version", *_COLUMNS, *_ADDRESS}
 _FORMATS = ("PNG", "WEBP", "BMP")
 _LONGEST_ID = 200
 _BROKEN = (

@@ -4,26 +4,27 @@ from collections.abc import Iterable, Sequence
 
 from flowalign.media.decode import MediaProblem
 from flowalign.media.references import has_hole, shape_of
-from flowalign.types import Policy, Request, RewardModel
+from flowalign.types import Policy, Request, RewardModel, RewardSpec
 
 
 def check_requests(
     policy: Policy, rewards: Sequence[RewardModel], located: Iterable[tuple[str, Request]]
 ) -> None:
     """Raise ValueError for the first request that policy or rewards cannot use, with its place."""
-    needing = [model.spec.name for model in rewards if "references" in model.spec.needs]
+    specs = [model.spec for model in rewards]
     for where, request in located:
-        if problem := _problem(policy, needing, request):
+        if problem := _problem(policy, specs, request):
             raise ValueError(f"{where}: {problem}")
 
 
-def _problem(policy: Policy, needing: Sequence[str], request: Request) -> str:
+def _problem(policy: Policy, specs: Sequence[RewardSpec], request: Request) -> str:
     if misfit := policy.takes.misfit(request):
         return f"{type(policy).__name__} {misfit}"
-    if needing and not request.references:
-        return f"reward {needing[0]!r} needs a source, and the request names no image"
+    for spec in specs:
+        if lack := spec.lacks(request):
+            return f"reward {spec.name!r} {lack}"
     try:
-        return _pixel_problem(policy, bool(needing), request)
+        return _pixel_problem(policy, any("references" in s.needs for s in specs), request)
     except (MediaProblem, OSError) as problem:
         return str(problem)
 

@@ -22,14 +22,15 @@ from flowalign.types.matching import (
     Requirements,
     Residuals,
 )
+from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Takes, VelocityField
 from flowalign.types.request import Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
+    Column,
     Head,
     HeadNetwork,
     Loadable,
-    MediaBatch,
     Need,
     RewardModel,
     RewardOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "ALONE",
     "Backbone",
     "BestTransition",
+    "Column",
     "Cond",
     "CreditEstimator",
     "Residuals",

@@ -1,76 +1,36 @@
-"""Define what reward models are given and return. Import these names from `flowalign.types`."""
+"""Define what reward models declare and return. Import these names from `flowalign.types`."""
 
 import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from flowalign.functional.rating import Features
+from flowalign.types.media_batch import MediaBatch
+from flowalign.types.request import Request
 
-T = TypeVar("T")
 Need = Literal["prompt", "fps", "references", "groups"]
 
 
 @dataclass(frozen=True)
-class MediaBatch:
-    """Holds media of one shape, and what is known about each: the input of a reward model."""
+class Column:
+    """Declares a column of the metadata, with all that it may say."""
 
-    media: Float[Tensor, "n F 3 H W"]
-    """RGB in [0, 1]; an image is a video of one frame. Differentiable rewards pass the gradient of
-    media that require one."""
-    prompts: Sequence[str]
-    """Prompt of each sample."""
-    metadata: Sequence[Mapping[str, Any]] = ()
-    """Further columns of the prompt's row, one mapping per sample, or empty."""
-    fps: Sequence[float] = ()
-    """Frames per second of each sample, or empty where unknown."""
-    references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
-    """Source or reference images of each sample (editing, image to video), or empty; of a clip
-    its first frame."""
-    groups: Sequence[int] = ()
-    """Group ids, or empty; group-wise models compare samples with the same id."""
+    name: str
+    values: tuple[str, ...]
 
-    def __len__(self) -> int:
-        return len(self.media)
-
-    def take(self, rows: Sequence[int]) -> "MediaBatch":
-        """Return the given samples in that order; consecutive ones share this batch's memory."""
-        return MediaBatch(
-            _rows(self.media, rows),
-            _pick(self.prompts, rows),
-            _pick(self.metadata, rows),
-            _pick(self.fps, rows),
-            _pick(self.references, rows),
-            _pick(self.groups, rows),
-        )
-
-    def chunks(self, size: int) -> list["MediaBatch"]:
-        """Return the same samples in batches of at most `size`."""
-        starts = range(0, len(self), size)
-        return [self.take(range(i, min(i + size, len(self)))) for i in starts]
-
-    @staticmethod
-    def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
-        """Return the samples of several batches, one after another.
-
-        Samples of batches without metadata or references have empty ones beside those of others.
-        """
-        if len(batches) == 1:
-            return batches[0]
-        return MediaBatch(
-            torch.cat([b.media for b in batches]),
-            [p for b in batches for p in b.prompts],
-            _filled([b.metadata for b in batches], batches, {}),
-            [f for b in batches for f in b.fps],
-            _filled([b.references for b in batches], batches, ()),
-            [g for b in batches for g in b.groups],
-        )
+    def problem(self, metadata: Mapping[str, Any]) -> str:
+        """Return what is wrong with the column of a sample; empty if nothing is."""
+        if (said := metadata.get(self.name)) in self.values:
+            return ""
+        found = f"no {self.name}" if said is None else f"the {self.name} {said!r}"
+        return f"its metadata has {found}; there are {', '.join(self.values)}"
 
 
 @dataclass(frozen=True)
@@ -96,10 +56,28 @@ class RewardSpec:
     version: str = ""
     """Everything else that decides the scores: weights, prompts, settings. Enters the
     fingerprint."""
+    columns: tuple[Column, ...] = ()
+    """Columns that the metadata of every sample must have; how they are used is in `version`."""
 
     def fingerprint(self) -> str:
-        """Return a hash of all fields; scores with different fingerprints are not comparable."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        """Return a hash of all fields but `columns`.
+
+        Scores with different fingerprints are not comparable.
+        """
+        fields = {name: value for name, value in asdict(self).items() if name != "columns"}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+    def lacks(self, request: Request) -> str:
+        """Return why results of a request cannot be scored; empty if nothing speaks against it.
+
+        Needs no pixels, so that a run can ask before anything is loaded.
+        """
+        if "prompt" in self.needs and not request.prompt:
+            return "needs a prompt, and the request has none"
+        if "references" in self.needs and not request.references:
+            return "needs a source, and the request names no image"
+        problem = self._problem(request.metadata)
+        return f"cannot score it: {problem}" if problem else ""
 
     def screen(self, batch: MediaBatch) -> dict[int, str]:
         """Return the samples that cannot be scored, with the reason. Every model calls this first.
@@ -128,7 +106,13 @@ class RewardSpec:
         failed = {i: "its pixels are not finite" for i, ok in enumerate(finite) if not ok}
         if "prompt" in self.needs:
             failed |= {i: "its prompt is missing" for i, p in enumerate(batch.prompts) if not p}
-        return failed
+        if "references" in self.needs:
+            failed |= _without_source(batch)
+        known = batch.metadata or ({},) * len(batch)
+        return failed | {i: why for i, row in enumerate(known) if (why := self._problem(row))}
+
+    def _problem(self, metadata: Mapping[str, Any]) -> str:
+        return next((why for column in self.columns if (why := column.problem(metadata))), "")
 
 
 @dataclass(frozen=True)
@@ -213,23 +197,15 @@ class RewardModel(ABC):
         """
 
 
-def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tensor, "m F 3 H W"]:
-    """Return these samples; consecutive ones are not copied, because videos are large."""
-    if rows and list(rows) == list(range(rows[0], rows[0] + len(rows))):
-        return media[rows[0] : rows[0] + len(rows)]
-    return media[list(rows)]
-
-
-def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
-    return [column[i] for i in rows] if column else ()
-
-
-def _filled(columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T) -> Sequence[T]:
-    """Join a column of several batches, or return none if no batch has it."""
-    if not any(columns):
-        return ()
-    pairs = zip(columns, batches, strict=True)
-    return [one for column, batch in pairs for one in column or [empty] * len(batch)]
+def _without_source(batch: MediaBatch) -> dict[int, str]:
+    """Return the samples without a source image, or with one that cannot be shown."""
+    failed: dict[int, str] = {}
+    for i, images in enumerate(batch.references):
+        if not images:
+            failed[i] = "its source image is missing"
+        elif not all(image.isfinite().all() for image in images):
+            failed[i] = "the pixels of its source image are not finite"
+    return failed
 
 
 class Loadable(ABC):
@@ -252,6 +228,8 @@ class Backbone(Loadable):
     equal features."""
     reads_prompts: bool
     """Whether the features depend on the prompts."""
+    reads_references: bool = False
+    """Whether the features depend on the sources of edits; then every sample must have one."""
     num_frames: int | None
     """Frames that are read of longer videos, evenly spaced; None: all."""
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from flowalign.types import MediaBatch
 from reward_models.frames import evenly
 from reward_models.pixels import resized
-from reward_models.rule import Unscorable, to_bytes
+from reward_models.rule import to_bytes
 
 
 def data_url(picture: Float[Tensor, "3 h w"]) -> str:
@@ -36,13 +36,15 @@ def shown(sample: MediaBatch, most: int = 1) -> list[str]:
 
 
 def source(sample: MediaBatch) -> list[str]:
-    """Encode the first reference of a batch of one; raise Unscorable where none can be shown."""
-    references = sample.references[0]
-    if len(references) == 0:
-        raise Unscorable("its source image is missing")
-    if not references[0].isfinite().all():
-        raise Unscorable("the pixels of its source image are not finite")
-    return [data_url(references[0])]
+    """Encode the first reference of a batch of one that passed the screen."""
+    return [data_url(sample.references[0][0])]
+
+
+def given(sample: MediaBatch) -> list[str]:
+    """Encode all references of a batch of one, then its mask, where it has any."""
+    pictures = list(sample.references[0]) if sample.references else []
+    masks = [mask.expand(3, -1, -1) for mask in sample.masks if mask is not None]
+    return [data_url(picture) for picture in (*pictures, *masks)]
 
 
 def squashed(frames: Float[Tensor, "n 3 h w"], size: int) -> Float[Tensor, "n 3 size size"]:

@@ -6,14 +6,24 @@ Its weights are not released, so the question is a reconstruction, to be asked o
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.types import MediaBatch, RewardSpec
+from flowalign.types import Column, MediaBatch, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import data_urls, shown
+from reward_models.chat.images import given, shown
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling
 from reward_models.chat.pairs import PairJudge
 from reward_models.chat.parsers import shares
 from reward_models.chat.template import describe, read_template
+from reward_models.rule import known
 
+TASKS = {
+    "text_to_image": "text to image",
+    "image_edit": "editing a picture as an instruction says",
+    "image_fill": "filling the masked part of a picture",
+    "image_extend": "extending a picture beyond its borders",
+    "object_removal": "removing what is masked from a picture",
+    "text_rendering": "writing a text into the masked part of a picture",
+}
+"""Names of tasks, as metadata have them, and their words in the question."""
 CRITERIA = {
     "text_alignment": "how well it does what the request asks",
     "consistency": "how well it fits what it must leave unchanged",
@@ -26,25 +36,32 @@ _SAMPLING = Sampling(max_tokens=1)
 class OneReward(PairJudge):
     """Scores the probability that the first result is better, per criterion, from the first token.
 
-    `criteria` maps names of dimensions to descriptions of what to judge. References, where a sample
-    has them (the source, the mask), are shown before the results.
+    The task of a sample is the `task` of its metadata, one of the names in `tasks`, so that one run
+    can have several; `task` puts it in words for all samples instead. `criteria` maps names of
+    dimensions to descriptions of what to judge. References and mask, where a sample has them, are
+    shown before the results.
     """
 
     def __init__(
         self,
         server: Server,
-        task: str = "text to image",
+        task: str | None = None,
         criteria: Mapping[str, str] = CRITERIA,
         template: str = "one_reward",
         sampling: Sampling = _SAMPLING,
+        tasks: Mapping[str, str] = TASKS,
     ):
         if not criteria:
             raise ValueError("criteria is empty; name at least one, such as aesthetics")
-        self.task, self.criteria = task, dict(criteria)
+        if task is None and not tasks:
+            raise ValueError("tasks is empty; name at least one, or set task")
+        self.task, self.tasks, self.criteria = task, dict(tasks), dict(criteria)
         slots = ("prompt", "task", "criterion", "first", "second")
         self.template = read_template(template, slots, ("references",))
         ensemble = JudgeEnsemble(server, sampling, {"logprobs": True, "top_logprobs": 20})
-        version = ensemble.version(task=task, criteria=self.criteria, **describe(self.template))
+        version = ensemble.version(
+            task=task or self.tasks, criteria=self.criteria, **describe(self.template)
+        )
         spec = RewardSpec(
             name="one_reward",
             dims=tuple(self.criteria),
@@ -53,19 +70,20 @@ class OneReward(PairJudge):
             licence="that of the served model",
             needs=("prompt",),
             version=version,
+            columns=() if task else (Column("task", tuple(self.tasks)),),
         )
         super().__init__(spec, ensemble)
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Build one conversation per criterion."""
-        pictures = {
-            "first": shown(first),
-            "second": shown(second),
-            "references": data_urls(first.references[0] if first.references else ()),
-        }
         return [
             self.template.render(
-                prompt=first.prompts[0], task=self.task, criterion=criterion, **pictures
+                prompt=first.prompts[0],
+                task=self.task or self.tasks[known(first)["task"]],
+                criterion=criterion,
+                references=given(first),
+                first=shown(first),
+                second=shown(second),
             )
             for criterion in self.criteria.values()
         ]

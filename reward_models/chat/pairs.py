@@ -12,10 +12,8 @@ from torch import Tensor
 
 from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages
-from reward_models.chat.images import source
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Verdict, check_known
 from reward_models.chat.parsers import Unparsable
-from reward_models.rule import Unscorable
 
 
 def winner(found: Sequence[tuple[str, str]]) -> float:
@@ -54,12 +52,6 @@ class PairJudge(ABC):
     def compare(self, pairs: Sequence[tuple[MediaBatch, MediaBatch]]) -> list[Verdict]:
         """Return one verdict per pair, whose `missing` says what could not be read."""
         return self.ensemble.collect([self.ask(*pair) for pair in pairs], self._read)
-
-    @final
-    def check(self, sample: MediaBatch) -> None:
-        """Raise Unscorable where a batch of one cannot be compared with any other."""
-        if "references" in self.spec.needs:
-            source(sample)
 
     def _read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         values = self.read(answers)
@@ -115,14 +107,9 @@ class WinRate(RewardModel, Loadable):
         self.load()
         groups: dict[int, list[int]] = {}
         for i in (i for i in range(len(batch)) if i not in failed):
-            try:
-                self.judge.check(batch.take([i]))
-                groups.setdefault(batch.groups[i], []).append(i)
-            except Unscorable as reason:
-                failed[i] = str(reason)
+            groups.setdefault(batch.groups[i], []).append(i)
         for group, members in groups.items():
-            if len(prompts := {batch.prompts[i] for i in members}) > 1:
-                raise ValueError(f"group {group} has samples of {len(prompts)} different prompts")
+            _check_group(batch, group, members)
         duels = self._duels(batch, [p for m in groups.values() for p in combinations(m, 2)])
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
@@ -144,6 +131,17 @@ class WinRate(RewardModel, Loadable):
         verdicts = self.judge.compare([*asked, *swapped])
         turns = zip(verdicts[: len(pairs)], verdicts[len(pairs) :] or verdicts, strict=True)
         return [_duel(*pair, *turn) for pair, turn in zip(pairs, turns, strict=True)]
+
+
+def _check_group(batch: MediaBatch, group: int, members: Sequence[int]) -> None:
+    """Raise ValueError where a group's samples do not answer one request."""
+    if len(prompts := {batch.prompts[i] for i in members}) > 1:
+        raise ValueError(f"group {group} has samples of {len(prompts)} different prompts")
+    shared = batch.references[members[0]] if batch.references else ()
+    for i in members[1:] if batch.references else ():
+        own = batch.references[i]
+        if len(own) != len(shared) or not all(map(torch.equal, own, shared)):
+            raise ValueError(f"group {group} has samples of different references")
 
 
 def _duel(first: int, second: int, straight: Verdict, swapped: Verdict) -> _Duel:

@@ -72,7 +72,8 @@ def overall(scores: Mapping[str, float]) -> float:
 class RationalRewards(ChatJudge):
     """Scores each section and their mean from 0 to 1; a section may not apply (N/A).
 
-    `edit` compares with the source image, the first reference.
+    `edit` compares with the source image, the first reference. `prefix` is put before the names of
+    the dimensions, for runs in which another reward has the same ones.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class RationalRewards(ChatJudge):
         task: Literal["t2i", "edit"] = "t2i",
         template: str | None = None,
         sampling: Sampling = _SAMPLING,
+        prefix: str = "",
     ):
         check_known("task", task, ("t2i", "edit"))
         editing = task == "edit"
@@ -90,7 +92,7 @@ class RationalRewards(ChatJudge):
         ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name=f"rational_rewards_{task}",
-            dims=(*self.sections, "overall"),
+            dims=tuple(f"{prefix}{dim}" for dim in (*self.sections, "overall")),
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",

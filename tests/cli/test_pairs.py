@@ -183,6 +183,49 @@ def test_media_without_a_prompt_are_compared_within_their_record_only(tmp_path):
     assert chosen(rows(tmp_path / "out" / "train.jsonl")) == [("11", "10")]
 
 
+def edits(folder: Path, *sources: str) -> Path:
+    """A table of edits with one prompt; the beauty of edit k is k, and its source sources[k]."""
+    table = scored(folder, {"make it red": [(float(k), 0.0) for k in range(len(sources))]})
+    found = rows(table / "scores.jsonl")
+    for row, name in zip(found, sources, strict=True):
+        picture(folder / "s.png", 200)
+        picture(folder / "t.png", 201)
+        row["references"] = [str(folder / name) if name else None]
+    write(table / "scores.jsonl", found)
+    return table
+
+
+def test_edits_are_compared_with_edits_of_their_own_source_and_keep_it(tmp_path):
+    table = edits(tmp_path, "s.png", "t.png", "t.png", "s.png")
+    options = ("--rule", "gap", "--dimensions", "beauty", *ALL)
+    assert pairs(table, "--out", tmp_path / "out", *options) == 0
+    path = tmp_path / "out" / "train.jsonl"
+    assert chosen(rows(path)) == [("03", "00"), ("02", "01")]
+    sources = [[str(tmp_path / name)] for name in ("s.png", "t.png")]
+    assert [row["references"] for row in rows(path)] == sources
+    found = list(open_dataset(str(path)))
+    assert [[medium.path for medium in record.references] for record in found] == sources
+    assert "references" not in found[0].metadata
+
+
+def test_labels_of_edits_keep_their_source(tmp_path):
+    table = edits(tmp_path, "s.png", "s.png")
+    options = ("--rule", "gap", "--dimensions", "beauty", "--labels", *ALL)
+    assert pairs(table, "--out", tmp_path / "out", *options) == 0
+    for record in open_dataset(str(tmp_path / "out" / "train.jsonl")):
+        assert [medium.path for medium in record.references] == [str(tmp_path / "s.png")]
+
+
+def test_edits_whose_source_is_no_file_are_dropped_with_the_reason(tmp_path, capsys):
+    table = edits(tmp_path, "s.png", "s.png", "", "gone.png")
+    options = ("--rule", "gap", "--dimensions", "beauty", *ALL)
+    assert pairs(table, "--out", tmp_path / "out", *options) == 0
+    assert len(rows(tmp_path / "out" / "train.jsonl")) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "source held by the dataset itself" in said
+    assert "gone.png" in said
+
+
 def test_the_trainer_reads_what_was_written(tmp_path):
     made(tmp_path, "--rule", "gap", "--weights", "beauty=1", "alignment=0.3", "--stages", 2)
     found, tally = read_pairs(str(tmp_path / "out" / "train.jsonl"))

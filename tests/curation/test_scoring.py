@@ -12,6 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from pyarrow import parquet
 
 from flowalign.curation.scoring import job as scoring
 from flowalign.curation.scoring.job import Job, finish, run
@@ -21,7 +23,17 @@ from flowalign.data.readers import open_dataset
 from flowalign.rewards.checked import RewardError
 from flowalign.types import RewardModel, RewardOutput
 from flowalign.utils.manifest import agree
-from tests.fixtures.scoring_rewards import Brightness, Moving, Still, Wins, picture, video
+from reward_models.source_consistency import KeptPixels
+from tests.fixtures.scoring_rewards import (
+    Brightness,
+    Moving,
+    OwnSource,
+    Still,
+    Wins,
+    edited,
+    picture,
+    video,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -166,6 +178,76 @@ def test_media_that_are_compared_are_in_one_batch(tmp_path):
         "wins compares media of one shape, all of which can be read"
     }
     assert all(row["brightness_valid"] for row in found)
+
+
+def edits(folder: Path, count: int, **columns) -> str:
+    """Records of two edits of one source, all with one instruction."""
+    rows = []
+    for k in range(count):
+        source, images = edited(folder, k, SIZES[k % 3])
+        rows.append({"prompt": "make it brighter", "images": images, "references": [source]})
+    rows[-1] |= columns
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_every_edit_is_scored_with_its_own_source(tmp_path):
+    rows = whole(job(edits(tmp_path, 11), tmp_path / "out", OwnSource()))
+    assert [row["own"] for row in rows] == [1.0] * 22
+    assert [row["references"] for row in rows[::2]] == [
+        [str(tmp_path / f"source-{k}.png")] for k in range(11)
+    ]
+    wrong = edits(tmp_path, 3, references=["source-0.png"])
+    assert [row["own"] for row in whole(job(wrong, tmp_path / "b", OwnSource()))] == [1.0] * 4 + [
+        0.0
+    ] * 2
+
+
+def test_an_edit_without_its_source_fails_alone(tmp_path):
+    rows = whole(job(edits(tmp_path, 3, references=None), tmp_path / "a", OwnSource()))
+    assert [row["own"] for row in rows] == [1.0] * 4 + [None] * 2
+    assert rows[4]["reason"] == "own_source needs reference images"
+    gone = edits(tmp_path, 3, references=["gone.png"])
+    rows = whole(job(gone, tmp_path / "b", OwnSource()))
+    assert "gone.png" in rows[4]["reason"]
+    assert rows[3]["own"] == 1.0
+
+
+def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
+    """The edits differ from their source by one level, and by another in one pixel of row 0."""
+    hole = np.zeros((8, 12, 3), np.uint8)
+    hole[1:] = 255
+    Image.fromarray(hole).save(tmp_path / "mask.png")
+    source, images = edited(tmp_path, 0)
+    row = {"prompt": "p", "images": images, "references": [source]}
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mask": "mask.png"}))
+    rows = whole(job(str(path), tmp_path / "out", KeptPixels()))
+    bare, masked = rows[0]["kept_pixels"], rows[2]["kept_pixels"]
+    assert bare == pytest.approx(1 - (1 + 1 / 96) / 255, abs=1e-5)
+    assert masked == pytest.approx(1 - (1 + 1 / 12) / 255, abs=1e-5)
+
+
+def test_parquet_has_lists_of_references_and_marks_pairs_that_are_both_bad(tmp_path):
+    bench = [
+        {
+            "prompt": "make it brighter",
+            "path_src": edited(tmp_path, k)[0],
+            "paths_generated": edited(tmp_path, k)[1],
+            "human_vote": {"ranking": ranking},
+        }
+        for k, ranking in enumerate(("A>B", "A=B=Bad"))
+    ]
+    (tmp_path / "bench.json").write_text(json.dumps(bench))
+    what = job(str(tmp_path / "bench.json"), tmp_path / "out", OwnSource())
+    finish(what.folder, run(what, quiet, Speed()), "parquet", {})
+    rows = parquet.read_table(what.folder / "scores.parquet").to_pylist()
+    assert [row["references"] for row in rows[::2]] == [
+        [str(tmp_path / f"source-{k}.png")] for k in range(2)
+    ]
+    assert [row["both_bad/overall"] for row in rows] == [None, None, True, True]
+    assert [row["own"] for row in rows] == [1.0] * 4
 
 
 def test_two_columns_of_one_name_are_refused(tmp_path):

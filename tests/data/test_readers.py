@@ -57,6 +57,14 @@ def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
     assert record.metadata == {"seed": 3}
 
 
+def test_a_mask_that_is_a_picture_is_one_and_one_of_latents_stays_a_column(tmp_path):
+    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], "mask": "m.png"}
+    record = only(jsonl(tmp_path, row), "generic")
+    assert (record.mask, record.metadata) == (Media(str(tmp_path / "m.png")), {})
+    record = only(jsonl(tmp_path, row | {"mask": "m.safetensors"}), "generic")
+    assert (record.mask, record.metadata) == (None, {"mask": "m.safetensors"})
+
+
 def test_a_struct_of_bytes_and_path_is_a_medium(tmp_path):
     rows = [
         {"prompt": "x", "image": {"bytes": b"png", "path": "name.png"}},
@@ -200,7 +208,13 @@ def test_genai_bench(tmp_path, vote, ranks):
     record = only(jsonl(tmp_path, row), "genai_bench")
     assert record.ranks == {"overall": ranks}
     assert record.metadata["vote_type"] == vote
+    assert record.both_bad == (("overall",) if vote == "bothbad_vote" else ())
+    pictures = {"prompt": "p", "left_image": b"l", "right_image": b"r", "vote_type": vote}
+    record = only(table(tmp_path, pictures), "genai_bench")
+    assert ([medium.data for medium in record.media], record.references) == ([b"l", b"r"], ())
     edit = {
+        "source_prompt": "a blue ball",
+        "target_prompt": "a red ball",
         "instruct_prompt": "make it red",
         "source_image": b"s",
         "left_output_image": b"l",
@@ -210,6 +224,18 @@ def test_genai_bench(tmp_path, vote, ranks):
     record = only(table(tmp_path, edit), "genai_bench")
     assert record.prompt == "make it red"
     assert [medium.data for medium in (*record.media, *record.references)] == [b"l", b"r", b"s"]
+
+
+def test_a_genai_bench_edit_without_its_source_is_a_bad_row(tmp_path):
+    edit = {
+        "instruct_prompt": "make it red",
+        "source_image": None,
+        "left_output_image": b"l",
+        "right_output_image": b"r",
+        "vote_type": "leftvote",
+    }
+    (record,) = open_dataset(table(tmp_path, edit))
+    assert record.problem == "invalid row: data.parquet row 1: source_image is missing"
 
 
 def test_vision_reward_db(tmp_path):
@@ -379,4 +405,4 @@ def test_the_identity_is_of_the_contents(tmp_path):
 
 
 def test_every_schema_has_a_name_of_its_own():
-    assert len(readers.SCHEMAS) == 14
+    assert len(readers.SCHEMAS) == 18

@@ -226,3 +226,18 @@ def test_folds_keep_clusters_together_and_are_balanced():
     fold = agreement.folds(cluster, 2, seeded())
     assert (fold.unflatten(0, (10, 3)) == fold[::3, None]).all()
     assert fold.bincount().tolist() == [15, 15]
+
+
+def test_a_set_is_right_only_if_all_of_its_pairs_are():
+    """Sets 5: both right; 2: one wrong; 9: a tie within .5; 4: a tie beyond it."""
+    lead, human = t(1.0, -2.0, 1.0, 0.1, -0.5, 0.6), ints(1, -1, 1, -1, 0, 0)
+    group, cluster = ints(5, 5, 2, 2, 9, 4), ints(7, 7, 8, 8, 7, 6)
+    right, owner = agreement.whole_sets(lead, human, group, 0.5, cluster)
+    assert right.tolist() == [0.0, 0.0, 1.0, 1.0]  # in the order of the ids: 2, 4, 5, 9
+    assert owner.tolist() == [8, 6, 7, 7]
+
+
+def test_a_decided_pair_within_the_threshold_is_right_by_its_order_and_equal_scores_fail():
+    lead, human = t(0.1, 0.0), ints(1, 1)
+    right, _ = agreement.whole_sets(lead, human, ints(0, 1), 0.5, ints(0, 1))
+    assert right.tolist() == [1.0, 0.0]

@@ -13,7 +13,7 @@ from flowalign.cli import score as score_command
 from flowalign.cli.reward import add_eval_arguments, run_eval
 from flowalign.functional.agreement import pairs_within
 from flowalign.reward_training import eval as reward_eval
-from flowalign.reward_training.eval import Settings, evaluate
+from flowalign.reward_training.eval import MEASURES, TIES, Settings, evaluate
 from flowalign.reward_training.pairs import both_orders, pairs, read_scores
 from flowalign.utils.errors import ConfigError
 
@@ -74,7 +74,74 @@ def test_a_table_with_known_answers(tmp_path, capsys):
     assert measures["kendall"]["value"] == pytest.approx(1 / 3)  # 1, 1, -1; d has no order
     assert measures["spearman"]["value"] is None
     assert list(measures) == list(reward_eval.MEASURES)
-    assert "w/o ties 0.667" in re.sub(r"\s*│\s*│\s*", " ", capsys.readouterr().out)
+    assert measures["accuracy_ties_half"]["value"] == (2 + 0.5) / 4
+    assert measures["accuracy_ties_wrong"]["value"] == 2 / 4
+    assert measures["accuracy_sets"]["value"] == 3 / 4  # every record is one pair
+    printed = spoken(capsys)
+    assert "4 pairs (1 ties)" in printed
+    assert "ties left out 0.667" in printed
+    assert "whole sets 0.750" in printed
+    assert "both bad" not in printed
+
+
+def spoken(capsys):
+    """What was printed, on one line and without the frame."""
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+
+
+def test_the_treatment_of_ties_is_chosen_and_named(tmp_path, capsys):
+    write(tmp_path, RANKED)
+    run(tmp_path, "--bootstrap", "0", "--ties", "half", "wrong", "best")
+    printed = spoken(capsys)
+    assert "a tie counts half 0.625" in printed
+    assert "a tie is wrong 0.500" in printed
+    assert "ties by the best threshold 0.750" in printed
+    assert "left out" not in printed
+    assert "held-out" not in printed
+    assert {measure for measure, _ in TIES.values()} <= set(MEASURES)
+
+
+@pytest.mark.parametrize(
+    ("treatment", "pairs", "words", "half"),
+    [("tie", 4, "1 both bad: as ties", 0.625), ("drop", 3, "1 both bad: left out", 2 / 3)],
+)
+def test_pairs_of_which_both_are_bad_are_ties_or_left_out(
+    tmp_path, capsys, treatment, pairs, words, half
+):
+    rows = [row | {"both_bad/overall": True} if row["record"] == "d" else row for row in RANKED]
+    write(tmp_path, rows)
+    run(tmp_path, "--bootstrap", "0", "--both_bad", treatment)
+    (result,) = json.loads((tmp_path / "eval.json").read_text())["results"]
+    assert (result["pairs"], result["both_bad"]) == (pairs, 1)
+    assert result["measures"]["accuracy_ties_half"]["value"] == pytest.approx(half)
+    assert words in spoken(capsys)
+    assert words.partition(": ")[2] in (tmp_path / "eval.html").read_text()
+
+
+def test_a_set_of_several_media_is_right_if_every_pair_is(tmp_path):
+    """x: all three pairs right; y: the last two swapped; z: a medium without a score."""
+    scores = {"x": (3.0, 2.0, 1.0), "y": (3.0, 1.0, 2.0), "z": (3.0, 2.0, None)}
+    rows = [
+        medium(record, k, score, score is not None, rank__overall=k + 1)
+        for record, some in scores.items()
+        for k, score in enumerate(some)
+    ]
+    table = read_scores(write(tmp_path, rows) / "scores.jsonl")
+    (result,) = evaluate(table, Settings(repeats=0))["results"]
+    assert (result["pairs"], result["unscored"]) == (7, 2)
+    sets = result["measures"]["accuracy_sets"]
+    assert (sets["value"], sets["n"]) == (0.5, 2)
+
+
+def test_ratings_compare_edits_of_one_source_only(tmp_path):
+    """One instruction, three sources, of which the last is held by the dataset itself."""
+    sources = (["s.png"], ["s.png"], ["t.png"], [None], [None])
+    rows = [
+        medium(f"r{k}", 0, float(k), prompt="make it red", rating__q=k) | {"references": source}
+        for k, source in enumerate(sources)
+    ]
+    table = read_scores(write(tmp_path, rows) / "scores.jsonl")
+    assert pairs(table, "VQ", "rating/q").lead.tolist() == [-1.0]
 
 
 def test_an_invalid_score_is_neither_right_nor_wrong(tmp_path):

@@ -60,7 +60,8 @@ def batch_of(n=3, frames=1, size=5, **columns):
 def test_a_served_model_scores_as_it_does_here():
     references = [[torch.rand(3, 4, 6)], [], [torch.rand(3, 2, 2), torch.rand(3, 5, 1)]]
     columns = {"fps": [8.0, 2.5, 3.0], "metadata": [{"x": 1}, {}, {"y": [2]}]}
-    batch = batch_of(frames=2, references=references, groups=[4, 4, 5], **columns)
+    masks = [torch.rand(1, 4, 6), None, torch.rand(1, 3, 1)]
+    batch = batch_of(frames=2, references=references, groups=[4, 4, 5], masks=masks, **columns)
     seen = []
     local, served = Mean(), Mean(before=seen.append)
     with Running(served) as there:
@@ -74,6 +75,9 @@ def test_a_served_model_scores_as_it_does_here():
     assert [list(s.fps) for s in seen] == [[8.0, 2.5], [3.0]]
     assert [dict(m) for s in seen for m in s.metadata] == columns["metadata"]
     assert torch.equal(seen[1].references[0][1], references[2][1])
+    assert seen[0].masks[1] is None
+    assert torch.equal(seen[0].masks[0], masks[0])
+    assert torch.equal(seen[1].masks[0], masks[2])
     assert [g for s in seen for g in s.groups] == [4, 4, 5]
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.curation.pairing.rules import Choice, Rule, staged
-from flowalign.curation.pairing.table import Table
+from flowalign.curation.pairing.table import Medium, Table
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.validate import Inspection
 from flowalign.media.media import Media
@@ -30,7 +30,8 @@ class Job:
     table: Table
     rule: Rule
     by_record: bool = False
-    """Whether only media of one record are compared; otherwise all media of one prompt."""
+    """Whether only media of one record are compared; otherwise all media of one prompt, and of one
+    source where they are edits."""
     stages: int = 0
     """Number of stages of a curriculum; 0: no curriculum."""
     stages_by: str = "score"
@@ -80,7 +81,7 @@ def find(job: Job) -> Found:
                 pairs.add(problem, winner.name)
             else:
                 choices.append(choice)
-    prompts = len({table.media[choice.winner].prompt for choice in choices})
+    prompts = len({request(table.media[choice.winner]) for choice in choices})
     if job.stages:
         choices = staged(choices, job.stages, job.stages_by)
     return Found(choices, prompts, media, pairs)
@@ -90,7 +91,7 @@ def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[in
     """Yield rows with a score and a file, no file twice for a prompt; report the others."""
     known = job.table.scores.isfinite()
     scored = (known.all(1) if job.rule.needs_all else known.any(1)).tolist()
-    seen: set[tuple[str, str, str]] = set()
+    seen: set[tuple[str, ...]] = set()
     for i, medium in enumerate(job.table.media):
         place = (*_group(job, i), medium.path)
         if not scored[i]:
@@ -99,7 +100,9 @@ def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[in
             )
         elif not medium.path:
             report.add("held by the dataset itself, not a file", medium.name)
-        elif problem := inspection.missing(medium.path):
+        elif "" in medium.references:
+            report.add("source held by the dataset itself, not a file", medium.name)
+        elif problem := inspection.missing(medium.path, *medium.references):
             report.add(problem, medium.name)
         elif place in seen:
             report.add("repeated medium", medium.name)
@@ -108,15 +111,20 @@ def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[in
             yield i
 
 
-def _group(job: Job, i: int) -> tuple[str, str]:
-    """Return the group within which a medium is compared: its prompt, or its record."""
+def request(medium: Medium) -> tuple[str, ...]:
+    """Return what a medium answers: its prompt, and the references that came with it."""
+    return medium.prompt, *medium.references
+
+
+def _group(job: Job, i: int) -> tuple[str, ...]:
+    """Return the group within which a medium is compared: its request, or its record."""
     medium = job.table.media[i]
-    by_record = job.by_record or not medium.prompt
-    return medium.prompt, medium.record if by_record else ""
+    by_record = job.by_record or not medium.prompt or "" in medium.references
+    return *request(medium), medium.record if by_record else ""
 
 
 def _groups(job: Job, rows: Iterable[int]) -> Iterable[list[int]]:
-    found: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, ...], list[int]] = {}
     for i in rows:
         found.setdefault(_group(job, i), []).append(i)
     return found.values()
@@ -125,11 +133,11 @@ def _groups(job: Job, rows: Iterable[int]) -> Iterable[list[int]]:
 def split(
     table: Table, choices: Sequence[Choice], fraction: float, seed: int
 ) -> tuple[list[Choice], list[Choice]]:
-    """Split pairs into those to train on and those held out, by a hash of prompt and seed."""
+    """Split pairs into those to train on and those held out, by a hash of request and seed."""
     train, held_out = [], []
     for choice in choices:
-        prompt = table.media[choice.winner].prompt
-        digest = hashlib.blake2b(f"{seed} {prompt}".encode(), digest_size=8).digest()
+        asked = "\0".join(request(table.media[choice.winner]))
+        digest = hashlib.blake2b(f"{seed} {asked}".encode(), digest_size=8).digest()
         (held_out if int.from_bytes(digest) < fraction * 2**64 else train).append(choice)
     return train, held_out
 
@@ -145,6 +153,7 @@ def line(job: Job, choice: Choice) -> dict[str, Any]:
         "gap": choice.gap,
         "scores_chosen": scores(job, choice.winner),
         "scores_rejected": scores(job, choice.loser),
+        **_references(winner),
     }
     return row | {"stage": choice.stage} if job.stages else row
 
@@ -161,9 +170,14 @@ def labelled(job: Job, choices: Sequence[Choice]) -> list[dict[str, Any]]:
             "completion": job.table.media[row].path,
             "label": row in won,
             "scores": scores(job, row),
+            **_references(job.table.media[row]),
         }
         for row in sorted(won ^ lost)
     ]
+
+
+def _references(medium: Medium) -> dict[str, Any]:
+    return {"references": list(medium.references)} if medium.references else {}
 
 
 def scores(job: Job, row: int) -> dict[str, float]:

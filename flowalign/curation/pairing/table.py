@@ -31,6 +31,8 @@ class Medium(NamedTuple):
     """Absolute path of the file; empty if the dataset holds the medium itself."""
     reason: str
     """Why it has no score; empty if it has one."""
+    references: tuple[str, ...] = ()
+    """Absolute paths of its references; empty for one that the dataset itself holds."""
 
     @property
     def name(self) -> str:
@@ -124,14 +126,18 @@ def _fields(row: Row) -> Mapping[str, Any]:
 
 
 def _medium(fields: Mapping[str, Any], root: str) -> Medium:
-    path = fields.get("path") or ""
     return Medium(
         str(fields.get("record")),
         int(fields.get("medium") or 0),
         str(fields.get("prompt") or ""),
-        os.path.abspath(os.path.join(root, path)) if path else "",
+        _absolute(fields.get("path"), root),
         str(fields.get("reason") or ""),
+        tuple(_absolute(reference, root) for reference in fields.get("references") or ()),
     )
+
+
+def _absolute(path: str | None, root: str) -> str:
+    return os.path.abspath(os.path.join(root, path)) if path else ""
 
 
 def _score(fields: Mapping[str, Any], dim: str, where: str) -> float:

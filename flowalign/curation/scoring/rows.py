@@ -14,7 +14,7 @@ from flowalign.media.media import Media
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
-Column = str | int | float | bool | None
+Column = str | int | float | bool | list[str | None] | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Item:
     medium: int
     """Index of this medium in the record."""
     clip: Clip | None = None
-    references: Sequence[Float[Tensor, "3 h w"]] = ()
+    references: Sequence[Float[Tensor, "3 _ _"]] = ()
+    mask: Float[Tensor, "1 h w"] | None = None
     reason: str = ""
     """Why it could not be decoded; empty if it was."""
 
@@ -38,15 +39,16 @@ class Item:
 
 
 def prepare(record: Record, index: int, medium: int, max_frames: int | None = None) -> Item:
-    """Decode one medium of a record, and the record's references."""
+    """Decode one medium of a record, and the record's references and mask."""
     if record.problem:
         return Item(record, index, medium, reason=record.problem)
     try:
         clip = decode(record.media[medium], max_frames)
         references = [_still(reference) for reference in record.references]
+        mask = _still(record.mask).mean(0, keepdim=True) if record.mask else None
     except MediaProblem as problem:
         return Item(record, index, medium, reason=str(problem))
-    return Item(record, index, medium, clip, references)
+    return Item(record, index, medium, clip, references, mask)
 
 
 def _still(medium: Media) -> Float[Tensor, "3 h w"]:
@@ -64,6 +66,7 @@ def assemble(items: Sequence[Item]) -> MediaBatch:
         rates,
         [item.references for item in items],
         [item.index for item in items],
+        [item.mask for item in items] if any(item.mask is not None for item in items) else (),
     )
 
 
@@ -166,6 +169,9 @@ def _row(
         ("rating", record.ratings),
     ):
         labels |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
+    labels |= {f"both_bad/{dim}": True for dim in record.both_bad}
+    if record.references:
+        labels["references"] = [reference.path for reference in record.references]
     return {
         "record": record.id,
         "medium": item.medium,

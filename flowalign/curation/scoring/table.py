@@ -22,6 +22,10 @@ FIXED = {
     "fingerprint": "string",
 }
 """Columns of every table, with their types."""
+_LABELS = {"rank": "double", "votes": "double", "rating": "double", "both_bad": "bool"}
+"""Types of the columns of human labels, by what stands before the slash of their names."""
+REFERENCES = "references"
+"""Column of the paths of a record's references, in tables of records that have some."""
 _ROWS_AT_ONCE = 4096
 _DIGITS = 8
 
@@ -102,10 +106,14 @@ def merge(parts: Parts, blocks: Sequence[int], table: Path) -> None:
 def _columns(rows: Iterator[Row]) -> dict[str, str]:
     """Return names and types of all columns; human labels of some rows are a column of all."""
     names = dict.fromkeys(name for row in rows for name in row)
-    labels = sorted(name for name in names if name.partition("/")[0] in ("rank", "votes", "rating"))
-    scored = [name for name in names if name not in labels and name not in FIXED]
-    kinds = {name: "bool" if name.endswith("_valid") else "double" for name in scored}
-    return FIXED | dict.fromkeys(labels, "double") | kinds
+    labels = {name: _LABELS[kind] for name in sorted(names) if (kind := _kind(name)) in _LABELS}
+    known = FIXED | ({REFERENCES: "strings"} if REFERENCES in names else {}) | labels
+    scored = [name for name in names if name not in known]
+    return known | {name: "bool" if name.endswith("_valid") else "double" for name in scored}
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0] if "/" in name else ""
 
 
 def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) -> None:
@@ -114,6 +122,7 @@ def _write_parquet(path: Path, rows: Iterator[Row], columns: Mapping[str, str]) 
 
     types = {
         "string": pyarrow.string(),
+        "strings": pyarrow.list_(pyarrow.string()),
         "int64": pyarrow.int64(),
         "double": pyarrow.float64(),
         "bool": pyarrow.bool_(),

@@ -7,19 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flowalign.data.readers.dense_dpo import DENSE_DPO
+from flowalign.data.readers.edit_reward import (
+    EDIT_REWARD,
+    EDIT_REWARD_BENCH,
+    EDIT_REWARD_BENCH_PAIRS,
+)
 from flowalign.data.readers.fields import Fields
 from flowalign.data.readers.files import FORMATS, ending_of, find_files
 from flowalign.data.readers.folder import files_below, read_folder
+from flowalign.data.readers.genai_bench import GENAI_BENCH
 from flowalign.data.readers.generic import GENERIC
 from flowalign.data.readers.hpd import HPD_V2_TEST, HPD_V2_TRAIN, HPD_V3
 from flowalign.data.readers.image_reward_db import IMAGE_REWARD_DB
 from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO
-from flowalign.data.readers.pairs import GENAI_BENCH, VIDEO_GEN
+from flowalign.data.readers.mmrb2 import MMRB2
 from flowalign.data.readers.pick_a_pic import PICK_A_PIC
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
 from flowalign.data.readers.rows import Row, RowProblem, count
 from flowalign.data.readers.schema import Schema
+from flowalign.data.readers.video_gen import VIDEO_GEN
 from flowalign.data.readers.vision_reward import VISION_REWARD, VISION_REWARD_PAIRS
 from flowalign.data.records import Record
 
@@ -34,6 +41,10 @@ SCHEMAS = {
         IMAGE_REWARD_DB,
         VIDEO_GEN,
         GENAI_BENCH,
+        EDIT_REWARD,
+        EDIT_REWARD_BENCH,
+        EDIT_REWARD_BENCH_PAIRS,
+        MMRB2,
         VISION_REWARD,
         VISION_REWARD_PAIRS,
         CHOSEN_REJECTED,
@@ -63,7 +74,7 @@ class Dataset:
     def located(self) -> Iterator[tuple[str, Record]]:
         """Yield all records in order, each with its file and (first) row, for messages."""
         seen: set[bytes] = set()
-        for index, rows in enumerate(_grouped(_rows(self.files), self.schema.group)):
+        for index, rows in enumerate(_grouped(_rows(self.files), self.schema)):
             record = _record(self.schema, rows, self.root, index)
             digest = hashlib.blake2b(record.id.encode(), digest_size=16).digest()
             if digest in seen and not record.problem:
@@ -125,11 +136,11 @@ def _rows(files: Sequence[Path]) -> Iterator[Row]:
         yield from read_folder(file) if file.is_dir() else FORMATS[ending_of(file) or ""](file)
 
 
-def _grouped(rows: Iterator[Row], column: str) -> Iterator[list[Row]]:
-    if not column:
+def _grouped(rows: Iterator[Row], schema: Schema) -> Iterator[list[Row]]:
+    if not schema.group:
         yield from ([row] for row in rows)
         return
-    for _, group in itertools.groupby(rows, lambda row: row.fields.get(column, row.where)):
+    for _, group in itertools.groupby(rows, schema.group_of):
         yield list(group)
 
 
@@ -146,9 +157,13 @@ def _record(schema: Schema, rows: Sequence[Row], root: Path, index: int) -> Reco
 
 
 def _detect(path: str, columns: frozenset[str]) -> Schema:
-    """Return the only published schema that fits the columns, or else the generic one."""
+    """Return the only published schema that fits the columns, or else the generic one.
+
+    One that needs all columns of another, and more, is meant rather than that other.
+    """
     found = [schema for schema in SCHEMAS.values() if schema.fits(columns)]
-    published = [schema for schema in found if schema is not GENERIC]
+    narrower = [s for s in found if any(set(s.columns) < set(other.columns) for other in found)]
+    published = [s for s in found if s is not GENERIC and s not in narrower]
     if len(published) > 1:
         names = ", ".join(schema.name for schema in published)
         raise ValueError(f"{path} could be of schema {names}; say which with --schema")

@@ -52,6 +52,14 @@ class Fields:
             raise RowProblem(f"{name} is not a list of media")
         return [self._medium(item, f"{name}[{i}]", None) for i, item in enumerate(value)]
 
+    def optional_media(self, name: str) -> list[Media]:
+        """Return a list of media; none if it is absent."""
+        return self.media(name) if name in self else []
+
+    def of(self, value: Any, name: str) -> Media:
+        """Return a medium from a value inside a column; `name` says which in messages."""
+        return self._medium(value, name, None)
+
     def rest(self, *used: str) -> dict[str, Any]:
         """Return the columns that were not used: numbers, texts, and lists and structs of them."""
         fields = self.row.fields.items()

@@ -16,16 +16,18 @@ _USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     row = rows[0]
     name = present(row, (*_LISTS, *_SINGLE))
+    masked = "mask" in row and not str(row.row.fields["mask"]).endswith(".safetensors")
     media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
     return Record(
         _identity(row) or default_id,
         row.text(present(row, _PROMPT)),
         media,
-        references=row.media("references") if "references" in row else (),
+        references=row.optional_media("references"),
         ranks=_by_dimension(row, "ranks", len(media)),
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),
-        metadata=row.rest(*_USED),
+        metadata=row.rest(*_USED, *(["mask"] if masked else [])),
+        mask=row.medium("mask") if masked else None,
     )
 
 

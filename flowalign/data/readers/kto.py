@@ -15,14 +15,16 @@ _LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "fals
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """Read a row; `desirable` in the metadata is the label, absent if that is no true or false."""
     row = rows[0]
-    metadata = row.rest(*_PROMPT, *_MEDIUM)
+    metadata = row.rest(*_PROMPT, *_MEDIUM, "references")
     desirable = _LABELS.get(str(row.row.fields.get("label")).lower())
     if desirable is not None:
         metadata["desirable"] = desirable
     if "weight_map" in row:
         metadata["weight_map"] = safetensors(row, "weight_map")
     medium = row.medium(present(row, _MEDIUM), row.number("fps"))
-    return Record(default_id, row.text(present(row, _PROMPT)), [medium], metadata=metadata)
+    references = row.optional_media("references")
+    prompt = row.text(present(row, _PROMPT))
+    return Record(default_id, prompt, [medium], references, metadata=metadata)
 
 
 KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), _record)

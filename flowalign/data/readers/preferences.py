@@ -28,9 +28,11 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
         default_id,
         _prompt(row),
         [row.medium(present(row, names), fps) for names in (_CHOSEN, _REJECTED)],
+        row.optional_media("references"),
         ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]},
         ratings=ratings,
-        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES) | pair_columns(row),
+        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES, "references")
+        | pair_columns(row),
     )
 
 

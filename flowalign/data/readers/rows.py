@@ -2,12 +2,15 @@
 
 import csv
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 _CHARACTERS_AT_ONCE = 1 << 16
+_LIST = re.compile(r'\s*(?:\{\s*"\w+"\s*:\s*)?\[')
+"""Where the list of a JSON file of rows begins."""
 _ROWS_AT_ONCE = 64
 
 
@@ -53,6 +56,8 @@ def _parsed(number: int, path: Path, line: bytes) -> Row:
 def read_json(path: Path) -> Iterator[Row]:
     """Yield the objects of one long list without loading the whole list.
 
+    The list may be the first value of an object, as in `{"pairs": [...]}`.
+
     Raises:
         ValueError: The file is not a JSON list, or breaks off.
     """
@@ -67,10 +72,10 @@ def _items(path: Path) -> Iterator[Any]:
     """Yield the items of a JSON list; reads on whenever the buffer ends within an item."""
     decoder, at_end = json.JSONDecoder(), False
     with path.open(encoding="utf-8") as file:
-        text = file.read(_CHARACTERS_AT_ONCE).lstrip()
-        if not text.startswith("["):
+        text = file.read(_CHARACTERS_AT_ONCE)
+        if not (start := _LIST.match(text)):
             raise ValueError(f"{path} is not a JSON list of rows")
-        text = text[1:]
+        text = text[start.end() :]
         while not (text := text.lstrip().removeprefix(",").lstrip()).startswith("]"):
             try:
                 item, end = decoder.raw_decode(text)

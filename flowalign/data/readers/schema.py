@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from flowalign.data.readers.fields import Fields
+from flowalign.data.readers.rows import Row
 from flowalign.data.records import Record
 
 
@@ -18,10 +19,17 @@ class Schema:
     """Converts a row, or all rows of a group, to a record; the text is the default id."""
     group: str = ""
     """Column whose equal values in adjacent rows make one record of them; empty: none does."""
+    group_end: str = ""
+    """Text before which the group's name ends in that column; empty: the whole value names it."""
 
     def fits(self, columns: Set[str]) -> bool:
         """Return whether all required columns are present."""
         return all(any(name in columns for name in names) for names in self.columns)
+
+    def group_of(self, row: Row) -> object:
+        """Return what rows of one record share."""
+        value = row.fields.get(self.group, row.where)
+        return str(value).partition(self.group_end)[0] if self.group_end else value
 
     def needs(self) -> str:
         """Return the required columns, with their alternatives, for messages."""

@@ -435,6 +435,7 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
             RationalRewards(server),
             RationalRewards(server, "edit"),
             WinRate(OneReward(server)),
+            WinRate(OneReward(server, tasks={"image_fill": "filling"})),
             WinRate(OneReward(server), "one"),
             WinRate(OneReward(server, "image fill")),
             WinRate(UnifiedRewardPair(server)),
@@ -452,6 +453,7 @@ WRONG = {
     "rate": (lambda s: VideoScore2(s, rate=0.0), "rate is 0.0"),
     "frames": (lambda s: YesNo(s, frames=0), "frames is 0"),
     "no questions": (lambda s: YesNo(s, {}), "questions is empty"),
+    "no tasks": (lambda s: OneReward(s, tasks={}), "tasks is empty"),
     "no criteria": (lambda s: OneReward(s, criteria={}), "criteria is empty"),
     "levels": (lambda s: Levels(s, {"Good": 1.0, "bad": 0.0}), "small words"),
     "no such template": (lambda s: YesNo(s, template="yesno"), "'yesno'.*yes_no"),
@@ -499,7 +501,7 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
             "init_args": {
                 "judge": {
                     "class_path": "reward_models.chat.one_reward.OneReward",
-                    "init_args": {"server": settings},
+                    "init_args": {"server": settings, "task": "text to image"},
                 },
             },
         },

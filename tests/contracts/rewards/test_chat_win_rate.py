@@ -163,7 +163,7 @@ def test_references_are_shown_to_a_judge_of_edits(serve):
     batch = group_of(10, 20)
     sources = [[torch.full((3, 2, 2), 99 / 255)]] * 2
     batch = MediaBatch(batch.media, batch.prompts, references=sources, groups=batch.groups)
-    values(OneReward(server, criteria={"a": "b"}), batch, "one")
+    values(OneReward(server, "edits", {"a": "b"}), batch, "one")
     assert shown(serve.running[0].requests[0]) == (99, 10, 20)
 
 

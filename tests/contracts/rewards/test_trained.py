@@ -537,6 +537,43 @@ def test_frames_are_pooled_and_joined_as_by_hand():
     assert still.media.grad.isfinite().all()  # the deviation over one frame has a gradient of 0
 
 
+def test_the_source_of_an_edit_is_encoded_like_the_edit():
+    pixels = torch.rand(2, 1, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    sources = [torch.rand(3, 5, 6), torch.rand(3, 2, 7)]
+    some = MediaBatch(pixels, ["abc", "d"], references=[[sources[0]], [sources[1], sources[0]]])
+    backbone = PooledFrames(Corners(), joint=["source", "image"])
+    backbone.load()
+    assert backbone.reads_references
+    expected = torch.stack([torch.cat([s[:, 0, 0], s[:, -1, -1]]) for s in sources])
+    features = backbone.embed(some).joint
+    torch.testing.assert_close(features[:, :6], expected)
+    torch.testing.assert_close(features[:, 6:9], pixels[:, 0, :, 0, 0])
+    assert not PooledFrames(Corners()).reads_references
+
+
+def test_features_of_an_edit_are_those_of_its_own_source_also_from_the_cache(tmp_path):
+    levels = {"s": 0.1, "t": 0.7, "edit": 0.4}
+    backbone = PooledFrames(Corners(), joint=["source", "image"])
+    backbone.load()
+    for name in levels:
+        (tmp_path / name).write_bytes(name.encode())
+
+    def medium(name):
+        return Media(path=str(tmp_path / name))
+
+    def read(found):
+        return torch.full((1, 3, 4, 4), levels[found.path.rpartition("/")[2]])
+
+    some = [Sample(medium("edit"), "a", [medium(name)]) for name in ("s", "t", "s")]
+    for num in (2, 0):  # the first and the third sample are the same
+        cached = Embeddings(backbone, read, tmp_path / "cache")
+        features, failed = cached([*some, Sample(medium("edit"), "a")])
+        torch.testing.assert_close(features.joint[:3, 0], torch.tensor([0.1, 0.7, 0.1]))
+        torch.testing.assert_close(features.joint[:3, 6], torch.full((3,), 0.4))
+        assert failed == {3: "its source image is missing"}
+        assert cached.num_computed == num
+
+
 def test_media_of_different_shapes_keep_their_order():
     backbone = PooledFrames(Corners())
     backbone.load()
