@@ -47,7 +47,8 @@ class Settings:
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
     whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
-    GRPO). given: the credit method returns advantages."""
+    GRPO). leave_one_out: none, and each is compared with the mean of the others (RLOO). given: the
+    credit method returns advantages."""
     advantage_combine: Combine = "sum_of_advantages"
     """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
     advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
@@ -80,9 +81,11 @@ class Settings:
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
                 f"{self.examples_per_step} samples of a step that they are made of"
             )
-        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
+        alone = self.sampling.samples_per_prompt == 1
+        if alone and self.advantage_scale in ("group", "leave_one_out"):
+            missing = "spread to scale by" if self.advantage_scale == "group" else "others"
             raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
+                f"sampling.samples_per_prompt is 1: a group of one has no {missing}. "
                 "Use at least 2, or advantage_scale batch"
             )
         for iteration in (0, 10**6):
@@ -159,7 +162,7 @@ class Settings:
             advised = (
                 "advantages: set it to given"
                 if needs.credit.normalised
-                else "no advantages: choose from group, batch, joint, none"
+                else "no advantages: choose from group, batch, joint, none, leave_one_out"
             )
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "

@@ -588,6 +588,8 @@ def test_a_recipe_of_nothing_is_refused(field):
 def test_a_group_of_one_has_nothing_to_compare_unless_the_batch_is_the_scale():
     with pytest.raises(ValueError, match="samples_per_prompt is 1"):
         new_recipe({"samples_per_prompt": 1})
+    with pytest.raises(ValueError, match="a group of one has no others"):
+        new_recipe({"samples_per_prompt": 1}, advantage_scale="leave_one_out")
     new_recipe({"samples_per_prompt": 1}, advantage_scale="batch")
 
 
