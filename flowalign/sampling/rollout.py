@@ -12,6 +12,7 @@ from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
 from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
+from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.types import Policy, SharedRows, Trajectory
@@ -51,6 +52,18 @@ class Storage:
     def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
         """Return a tensor on the device of kept states."""
         return x.cpu() if self.device == "cpu" else x
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Names what a rollout keeps besides its samples; nothing of it changes a draw."""
+
+    states: Collection[int] | None = None
+    """Indices of the states; None: all of them."""
+    features: Collection[int] = ()
+    """Indices of the states whose features the denoiser shows while it evaluates them."""
+    means: bool = False
+    """Whether the means of the transitions are kept."""
 
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
@@ -140,42 +153,44 @@ def sample(
     cfg: Sampling,
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
-    keep_means: bool = False,
     finish: Collection[CompletionRequest] = (),
-    keep: Collection[int] | None = None,
+    keep: Kept = Kept(),
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
 
     Each prompt has its own generator: how prompts are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
-    call with the trajectories, so that there are T calls, however many states are completed. Only
-    the states in `keep` are kept, all of them if it is None; that changes no draw either.
+    call with the trajectories, so that there are T calls, however many states are completed.
     """
     trajectory = _scheduled(policy, prompts, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, means = BatchedCompletion(trajectory, finish), {}
     states: dict[int, Tensor] = {}
+    hidden: dict[int, Tensor] = {}
 
     def put(k: int) -> None:
-        if keep is None or k in keep:
+        if keep.states is None or k in keep.states:
             states[k] = cfg.states.kept(rows.select(x, k))
 
     put(0)
     for k in range(cfg.num_steps):
         eta = trajectory.eta[:, k]
         unique = rows.unique_rows(k)
-        v = completion.step(policy, k, rows.select(x, k), unique, cfg.micro_batch)
+        field = Observed(policy) if k in keep.features else policy
+        v = completion.step(field, k, rows.select(x, k), unique, cfg.micro_batch)
+        if isinstance(field, Observed):
+            hidden[k] = field.take(len(unique)).cpu()
         distribution = transition(cfg.kernel, x, rows.expand(v, k), trajectory.sigmas, k, eta)
         x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
         x = cfg.states.rounded(rows.share(x, k + 1))
         logp = log_density(cfg.kernel, x, distribution)
         trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
-        if keep_means and k in steps:
+        if keep.means and k in steps:
             means[k] = cfg.states.placed(distribution.mean)
         put(k + 1)
     finished = {request: cfg.states.placed(x) for request, x in completion.at.items()}
-    return replace(trajectory, states=states, means=means, finished=finished)
+    return replace(trajectory, states=states, means=means, finished=finished, hidden=hidden)
 
 
 def empty_trajectory(
@@ -213,6 +228,7 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
         rows=SharedRows.concat([part.rows for part in parts]),
         means=_taken([part.means for part in parts]),
         finished=_taken([part.finished for part in parts]),
+        hidden=_taken([part.hidden for part in parts]),
     )
 
 

@@ -19,7 +19,7 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.completion import complete, take, velocity
-from flowalign.sampling.rollout import Sampling, Storage, generate, sample
+from flowalign.sampling.rollout import Kept, Sampling, Storage, generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
@@ -54,7 +54,7 @@ def sd3():
 
 def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
     steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
-    return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep_means)
+    return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep=Kept(means=keep_means))
 
 
 def stacked(trajectory, count=None):
