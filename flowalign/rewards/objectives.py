@@ -77,6 +77,10 @@ class TransformedValues(ValueFunction):
         values = self.values(ks, how)
         return self.transform(values, self.dims) if self.transform else values
 
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        """Return the critic's predictions, which are of transformed rewards already."""
+        return self.values.predicted(ks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:

@@ -228,6 +228,9 @@ class ByStride(ValueFunction):
         strides = torch.tensor([float(how.stride if k < 3 else 1) for k in ks])[None, :, None]
         return rows**strides + 10 * torch.tensor(ks)[None, :, None]
 
+    def predicted(self, ks):
+        raise NotImplementedError
+
 
 def test_granular_credit_sums_one_advantage_per_stride():
     got = Granular(strides=(1, 2))(

@@ -35,8 +35,10 @@ from flowalign.training.policy_gradient.advantages import (
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.critics import learned
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.recipe import Log, Loop
 from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
@@ -59,6 +61,8 @@ class PolicyGradientLoop(Loop):
         self.prompts, self.observer, self.log = prompts, observer, log
         self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
         """Lagrange multipliers of reward dimensions that are held near thresholds."""
+        self.critic = cfg.critic.start() if cfg.critic else None
+        """What the critic has learned from the outcomes of earlier steps."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -67,13 +71,13 @@ class PolicyGradientLoop(Loop):
         for step in steps:
             start = time.perf_counter()
             prompts = self.prompts.batch(step, cfg.prompts_per_step)
-            values = collect_rollouts(cfg, learner, rewards, prompts, seed, step)
+            values = collect_rollouts(cfg, learner, rewards, prompts, seed, step, self.critic)
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
             gathered = gather_credit(cfg, learner.processes, values, credit)
             advantage = compute_advantages(cfg, gathered.credit, self.weights)
             batch = build_batch(cfg, learner.processes, values, gathered, advantage)
-            metrics = self._finish_credit(gathered, advantage)
+            metrics = self._finish_credit(gathered, advantage) | self.learn(values)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
@@ -107,12 +111,27 @@ class PolicyGradientLoop(Loop):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"multipliers": self.multipliers and self.multipliers.state()}
+        return {
+            "multipliers": self.multipliers and self.multipliers.state(),
+            "critic": self.critic and self.critic.state(),
+        }
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         if self.multipliers and state["multipliers"]:
             self.multipliers = self.multipliers.restored(state["multipliers"])
+        if self.critic and state.get("critic"):
+            self.critic = self.critic.restored(state["critic"])
+
+    def learn(self, values: CompletionValues) -> dict[str, float]:
+        """Let the critic learn from outcomes that were credited; return how well it foresaw them.
+
+        What it predicted of them before does not change.
+        """
+        if self.critic is None:
+            return {}
+        self.critic, metrics = learned(self.cfg, self.critic, self.learner.processes, values)
+        return metrics
 
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]

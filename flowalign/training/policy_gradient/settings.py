@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flowalign.credit.critic import Critic
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.advantage import Combine, Scale
 from flowalign.functional.completion import Completion
@@ -31,6 +32,9 @@ class Settings:
     """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
     completion: Completion = field(default_factory=Completion)
     """How intermediate states are completed when the credit method requests their values."""
+    critic: Critic | None = None
+    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
+    predictions. Null: none."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     prompts_per_step: PositiveInt = 8
@@ -156,6 +160,10 @@ class Settings:
         started = {k for k, how in needs.requested if not how.follows_rollout}
         return tuple(sorted({num_steps, *steps, *(k + 1 for k in steps), *started, *needs.read}))
 
+    def observed(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the states whose features a rollout keeps."""
+        return tuple(sorted(self._requirements(steps).observed))
+
     def _requirements(self, steps: Sequence[int]) -> CreditRequirements:
         needs = credit_requirements(self.credit, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantage_scale == "given"):
@@ -167,5 +175,13 @@ class Settings:
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "
                 f"{type(self.credit).__name__} gives {advised}"
+            )
+        if bool(needs.predicted) != (self.critic is not None):
+            name = type(self.credit).__name__
+            raise ValueError(
+                f"recipe.critic is null, but {name} reads what a critic predicts: set it to {{}}"
+                if needs.predicted
+                else f"recipe.critic is set, but {name} reads no predictions: set it to null, or "
+                "recipe.credit to flowalign.credit.LambdaReturn"
             )
         return needs
