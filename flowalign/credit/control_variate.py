@@ -48,7 +48,11 @@ class ControlVariate(CreditEstimator):
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Value the states before stochastic steps that are bought, and the outcome."""
-        steps = stochastic_steps(trajectory)
+        steps, last = stochastic_steps(trajectory), trajectory.num_steps - 1
+        if any(k > last for k in self.steps or ()):
+            raise ValueError(
+                f"credit.steps is {list(self.steps or ())}; the denoising steps are 0 to {last}"
+            )
         bought = steps if self.steps is None else [k for k in steps if k in self.steps]
         v = values([*bought, trajectory.num_steps])
         group, credit = per_prompt_and_step(trajectory)[:, 0], []

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Scale = Literal["group", "batch", "joint", "none", "leave_one_out", "given"]
+Scale = Literal["group", "batch", "joint", "pooled", "none", "leave_one_out", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
 
 
@@ -23,7 +23,7 @@ def group_center(
 
     "given" returns the values as they are: the credit method has compared them. Groups whose values
     spread less than `std_floor` yield exact zeros: they hold no signal, and dividing by their std
-    would amplify rounding. "joint" differs from "group" only in the ids it is given.
+    would amplify rounding. "joint" and "pooled" differ from "group" only in the ids.
     "leave_one_out" divides by the share (n - 1) / n of the others, which makes it the value minus
     their mean: the baseline then does not depend on the sample, whatever the size of its group.
 

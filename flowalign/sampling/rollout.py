@@ -14,6 +14,7 @@ from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
+from flowalign.sampling.kept import Kept
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.types import Policy, SharedRows, Trajectory
 from flowalign.utils.ranges import (
@@ -52,18 +53,6 @@ class Storage:
     def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
         """Return a tensor on the device of kept states."""
         return x.cpu() if self.device == "cpu" else x
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Names what a rollout keeps besides its samples; nothing of it changes a draw."""
-
-    states: Collection[int] | None = None
-    """Indices of the states; None: all of them."""
-    features: Collection[int] = ()
-    """Indices of the states whose features the denoiser shows while it evaluates them."""
-    means: bool = False
-    """Whether the means of the transitions are kept."""
 
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]

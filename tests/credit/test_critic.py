@@ -13,6 +13,7 @@ from flowalign.credit.critic import Critic, explained_variance
 from flowalign.credit.lambda_return import LambdaReturn, lambda_returns
 from flowalign.credit.outcome import Outcome
 from flowalign.data.prompts import Prompts
+from flowalign.runs.plan import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.advantages import compute_credit
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
@@ -21,6 +22,7 @@ from flowalign.types import CreditEstimator, RewardOutput, StepCredit
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting
 from tests.fixtures.pixel import Redness
+from tests.fixtures.small_run import new_run
 from tests.fixtures.training import PROMPTS, Given, new_learner, new_recipe, new_rewards, train
 
 LEARNING = {"credit": LambdaReturn(), "critic": Critic()}
@@ -285,6 +287,31 @@ def test_all_states_are_bought_by_default_and_none_is_the_outcome():
     assert torch.equal(ControlVariate(steps=range(5))(trajectory, values).value, every)
     none = ControlVariate(steps=[])(trajectory, values).value[:, :4]
     assert torch.equal(none, Outcome()(trajectory, values).value[:, :4])
+
+
+def test_a_state_that_no_schedule_has_cannot_be_bought():
+    with pytest.raises(ValueError, match=r"credit\.steps is \[1, 4\]; .* steps are 0 to 3"):
+        new_recipe(credit=ControlVariate(steps=[1, 4]))
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [
+        ({"credit": Outcome()}, {}),
+        (LEARNING, {"predictions of the critic": "from features of states [0, 1, 2], for no"}),
+        ({"credit": ControlVariate(steps=[2])}, {"values of states": "[2, 4]"}),
+    ],
+)
+def test_a_plan_says_what_a_critic_and_bought_values_cost(tmp_path, method, row):
+    """Three samples of four steps cost 48; finishing state 2 one more for each of twelve."""
+    run = new_run(tmp_path / "run", new_recipe(**method))
+    rows = plan(run)
+    assert all(rows[name].startswith(text) for name, text in row.items())
+    completing = "12 completing + " if "values of states" in row else ""
+    wanted = f"48 sampling + {completing}36 training"
+    assert rows["network evaluations per step"] == wanted
+    assert rows["decodes per step"] == ("24" if completing else "12")
+    assert ("predictions of the critic" in rows) == ("critic" in method)
 
 
 def test_only_what_is_bought_is_paid_for():

@@ -8,7 +8,8 @@ from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.features import Observed, averaged, last_layers
-from flowalign.sampling.rollout import Kept, Sampling, concat_trajectories, sample
+from flowalign.sampling.kept import Kept
+from flowalign.sampling.rollout import Sampling, concat_trajectories, sample
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.utils.seeds import generator

@@ -19,7 +19,8 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.completion import complete, take, velocity
-from flowalign.sampling.rollout import Kept, Sampling, Storage, generate, sample
+from flowalign.sampling.kept import Kept
+from flowalign.sampling.rollout import Sampling, Storage, generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout

@@ -40,6 +40,7 @@ PIXEL_RECIPES = {
         "micro_batch": 5,
     },
     "with a critic": {"credit": LambdaReturn(decay=0.9), "critic": Critic()},
+    "compared over all prompts": {"advantage_scale": "pooled"},
     "against the mean of the others": {"advantage_scale": "leave_one_out"},
     "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
 }

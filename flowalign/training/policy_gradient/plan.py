@@ -101,10 +101,19 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
         f"{list(window)}",
         "network evaluations per step": " + ".join(f"{n} {name}" for name, n in cost.items()),
         "values of states": f"{sorted({k for k, _ in requested})}",
+        **_critic_rows(cfg, window),
         "transitions trained per step": f"{cfg.prompts_per_step * num_trained(cfg, empty)}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards.models)}",
     }
+
+
+def _critic_rows(cfg: Settings, window: Sequence[int]) -> dict[str, str]:
+    """Return what a critic predicts from, if there is one; it evaluates nothing."""
+    if cfg.critic is None:
+        return {}
+    observed = f"features of states {list(cfg.observed(window))}"
+    return {"predictions of the critic": f"from {observed}, for no evaluation"}
 
 
 def _calibration_rows(

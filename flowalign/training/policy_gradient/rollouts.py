@@ -9,7 +9,8 @@ from torch import Tensor
 from flowalign.credit.critic import Learned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import CompletionRequest, complete
-from flowalign.sampling.rollout import Kept, concat_trajectories, sample
+from flowalign.sampling.kept import Kept
+from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.state_values import CompletionValues

@@ -50,9 +50,10 @@ class Settings:
     """Transitions per forward and backward pass; changes memory, not the update."""
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
-    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
-    GRPO). leave_one_out: none, and each is compared with the mean of the others (RLOO). given: the
-    credit method returns advantages."""
+    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. pooled: of all
+    prompts at the same denoising step, whose mean is the baseline, too. none: 1 (Dr. GRPO).
+    leave_one_out: none, and each is compared with the mean of the others (RLOO). given: the credit
+    method returns advantages."""
     advantage_combine: Combine = "sum_of_advantages"
     """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
     advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
@@ -86,11 +87,10 @@ class Settings:
                 f"{self.examples_per_step} samples of a step that they are made of"
             )
         alone = self.sampling.samples_per_prompt == 1
-        if alone and self.advantage_scale in ("group", "leave_one_out"):
-            missing = "spread to scale by" if self.advantage_scale == "group" else "others"
+        if alone and self.advantage_scale in ("group", "batch", "none", "leave_one_out"):
             raise ValueError(
-                f"sampling.samples_per_prompt is 1: a group of one has no {missing}. "
-                "Use at least 2, or advantage_scale batch"
+                "sampling.samples_per_prompt is 1: a group of one has no others to compare with. "
+                "Use at least 2, or advantage_scale pooled"
             )
         for iteration in (0, 10**6):
             steps = self.sampling.sde_window.steps(
@@ -170,7 +170,7 @@ class Settings:
             advised = (
                 "advantages: set it to given"
                 if needs.credit.normalised
-                else "no advantages: choose from group, batch, joint, none, leave_one_out"
+                else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             )
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "
