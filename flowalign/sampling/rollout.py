@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
@@ -14,9 +14,9 @@ from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
-from flowalign.sampling.kept import Kept
+from flowalign.sampling.kept import Kept, Storage
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
-from flowalign.types import Policy, SharedRows, Trajectory
+from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
 from flowalign.utils.ranges import (
     DenoisingSteps,
     GroupSize,
@@ -27,33 +27,6 @@ from flowalign.utils.ranges import (
 )
 
 Key = TypeVar("Key")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Configures where and how precisely the states of a rollout are kept for training."""
-
-    device: Literal["same", "cpu"] = "same"
-    """same: on the policy's device. cpu: in main memory, at the price of a copy of each kept state
-    and of each minibatch."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of kept states. The rollout continues from the rounded states, so that replay sees
-    what the policy saw."""
-
-    def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a state in float32 after rounding to the stored precision."""
-        return x.to(DTYPES[self.dtype]).float()
-
-    def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a rounded state in the precision and on the device of kept states."""
-        return self.placed(x.to(DTYPES[self.dtype]))
-
-    def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a tensor on the device of kept states."""
-        return x.cpu() if self.device == "cpu" else x
-
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 
@@ -138,20 +111,20 @@ class Sampling:
 @torch.no_grad()
 def sample(
     policy: Policy,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     cfg: Sampling,
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
     finish: Collection[CompletionRequest] = (),
-    keep: Kept = Kept(),
+    keep: Kept = Kept(),  # noqa: B008 (frozen)
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
+    """Draw `cfg.samples_per_prompt` trajectories per request, stochastic in `steps`, ODE elsewhere.
 
-    Each prompt has its own generator: how prompts are spread over processes changes no draw. The
+    Each request has its own generator: how requests are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
     call with the trajectories, so that there are T calls, however many states are completed.
     """
-    trajectory = _scheduled(policy, prompts, cfg, steps)
+    trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, means = BatchedCompletion(trajectory, finish), {}
@@ -183,20 +156,20 @@ def sample(
 
 
 def empty_trajectory(
-    cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
+    cfg: Sampling, steps: Sequence[int], requests: Sequence[Request], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
     """Return trajectories before they are drawn: no states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
     return Trajectory(
-        logp=torch.zeros(len(prompts) * group, cfg.num_steps, device=sigmas.device),
+        logp=torch.zeros(len(requests) * group, cfg.num_steps, device=sigmas.device),
         states={},
         sigmas=sigmas,
-        eta=one.eta.repeat(len(prompts), 1).to(sigmas.device),
+        eta=one.eta.repeat(len(requests), 1).to(sigmas.device),
         kernel=cfg.kernel,
         cond={},
-        prompts=[prompt for prompt in prompts for _ in range(group)],
+        requests=[request for request in requests for _ in range(group)],
         group_size=group,
-        rows=one.rows.repeat(len(prompts)),
+        rows=one.rows.repeat(len(requests)),
     )
 
 
@@ -213,7 +186,7 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
         states=_taken([part.states for part in parts]),
         eta=torch.cat([part.eta for part in parts]),
         cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
-        prompts=[prompt for part in parts for prompt in part.prompts],
+        requests=[request for part in parts for request in part.requests],
         rows=SharedRows.concat([part.rows for part in parts]),
         means=_taken([part.means for part in parts]),
         finished=_taken([part.finished for part in parts]),
@@ -231,16 +204,15 @@ def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
 @torch.no_grad()
 def generate(
     policy: Policy,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     num_steps: int,
     generators: Sequence[torch.Generator],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Sample one clean latent per prompt, as the model's own pipeline does: deterministically."""
+    """Sample one clean latent per request, as the model's own pipeline does: deterministically."""
     x = torch.cat([policy.noise(1, generator) for generator in generators])
-    unique = sorted(set(prompts))
-    cond = policy.encode(unique)
-    row = torch.tensor([unique.index(prompt) for prompt in prompts], device=x.device)
+    cond, row = encode_once(policy, requests)
+    row = row.to(x.device)
     sigmas = policy.schedule(num_steps)
     for k in range(num_steps):
         v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
@@ -248,19 +220,27 @@ def generate(
     return x
 
 
+def encode_once(policy: Policy, requests: Sequence[Request]) -> tuple[Cond, Int[Tensor, "n"]]:
+    """Return the conditioning of different requests, and the row of each of the given ones."""
+    given = {request.given: request for request in requests}
+    unique = sorted(given.values(), key=lambda request: (request.prompt, request.given))
+    place = {request.given: i for i, request in enumerate(unique)}
+    return policy.encode(unique), torch.tensor([place[request.given] for request in requests])
+
+
 def _scheduled(
-    policy: Policy, prompts: Sequence[str], cfg: Sampling, steps: Sequence[int]
+    policy: Policy, requests: Sequence[Request], cfg: Sampling, steps: Sequence[int]
 ) -> Trajectory:
-    """Return trajectories with prompts encoded and the policy's schedule, but no states.
+    """Return trajectories with requests encoded and the policy's schedule, but no states.
 
     If steps are merged, one step of the schedule is longer.
     """
-    trajectory = empty_trajectory(cfg, steps, prompts, policy.schedule(cfg.num_steps))
+    trajectory = empty_trajectory(cfg, steps, requests, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
         eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
         sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
-    return replace(trajectory, sigmas=sigmas, cond=policy.encode(prompts))
+    return replace(trajectory, sigmas=sigmas, cond=policy.encode(requests))
 
 
 class _Noise:

@@ -12,13 +12,13 @@ from flowalign.credit.control_variate import ControlVariate
 from flowalign.credit.critic import Critic, explained_variance
 from flowalign.credit.lambda_return import LambdaReturn, lambda_returns
 from flowalign.credit.outcome import Outcome
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.runs.plan import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.advantages import compute_credit
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
-from flowalign.types import CreditEstimator, RewardOutput, StepCredit
+from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting
 from tests.fixtures.pixel import Redness
@@ -140,7 +140,9 @@ def test_a_critic_that_knows_nothing_pays_the_outcome():
 
 
 def loop_of(cfg, learner, rewards=None):
-    return PolicyGradientLoop(cfg, learner, rewards or new_rewards(), Prompts(PROMPTS, 3), 0)
+    return PolicyGradientLoop(
+        cfg, learner, rewards or new_rewards(), Requests(plain_requests(PROMPTS), 3), 0
+    )
 
 
 def test_predictions_come_from_earlier_steps_and_never_from_the_outcomes_that_they_are_taken_off():
@@ -152,9 +154,9 @@ def test_predictions_come_from_earlier_steps_and_never_from_the_outcomes_that_th
         for step in range(4):
             if changed and step == 2:
                 loop.rewards.models[0].score = lambda batch: RewardOutput.build(
-                    Redness().spec, torch.rand(len(batch.prompts), 2)
+                    Redness().spec, torch.rand(len(batch.media), 2)
                 )
-            trajectory = rollout(loop.cfg, loop.learner, THREE, 0, step)
+            trajectory = rollout(loop.cfg, loop.learner, plain_requests(THREE), 0, step)
             values = completion_values(
                 loop.cfg, loop.learner, loop.rewards, trajectory, loop.critic
             )
@@ -183,7 +185,7 @@ def test_samples_whose_reward_failed_teach_it_nothing():
     learner, rewards = moving_learner(), new_rewards("drop_sample")
     rewards.models = [Redness(fail_on="bb")]
     loop = loop_of(cfg, learner, rewards)
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     metrics = loop.learn(completion_values(cfg, learner, rewards, trajectory, loop.critic))
     assert loop.critic.steps[1].count == 8
     rewards.models = [Redness(fail_on="")]
@@ -225,7 +227,13 @@ def test_a_critic_costs_no_evaluation_no_decode_and_no_reward_call():
 
 def test_features_change_no_draw():
     cfg, learner, trajectory = setting(**LEARNING)
-    plain = rollout(dataclasses.replace(cfg, credit=Outcome(), critic=None), learner, THREE, 0, 0)
+    plain = rollout(
+        dataclasses.replace(cfg, credit=Outcome(), critic=None),
+        learner,
+        plain_requests(THREE),
+        0,
+        0,
+    )
     assert plain.hidden == {}
     assert sorted(trajectory.hidden) == [0, 1, 2, 3]
     assert torch.equal(plain.logp, trajectory.logp)

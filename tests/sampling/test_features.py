@@ -12,6 +12,7 @@ from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import Sampling, concat_trajectories, sample
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
+from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
@@ -24,7 +25,7 @@ def drawn(policy, features=(0, 2), prompts=("a", "bb"), **sampling):
     cfg = Sampling(**defaults | sampling)
     seeds = [generator(7, "noise", i) for i in range(len(prompts))]
     window = cfg.sde_window.steps(4, 0, torch.Generator())
-    return sample(policy, list(prompts), cfg, window, seeds, keep=Kept(features=features))
+    return sample(policy, plain_requests(prompts), cfg, window, seeds, keep=Kept(features=features))
 
 
 def test_features_are_what_the_last_layer_reads():
@@ -67,7 +68,7 @@ def test_sampling_prompts_in_batches_changes_no_features():
     for size in (None, 2):
         cfg = new_recipe(rollout_batch_prompts=size, **learning)
         values = collect_rollouts(
-            cfg, new_learner(), new_rewards(), PROMPTS[:3], 0, 0, cfg.critic.start()
+            cfg, new_learner(), new_rewards(), plain_requests(PROMPTS[:3]), 0, 0, cfg.critic.start()
         )
         found.append([values.trajectory.features(k) for k in (0, 1, 2)])
     for whole, batched in zip(*found, strict=True):
@@ -82,9 +83,9 @@ def test_guidance_gives_the_features_of_both_evaluations():
     prompts, sigma = ["a red circle", "three white triangles"], torch.tensor(0.7)
     watched = Observed(guided)
     with torch.no_grad():
-        watched.velocity(x, sigma, guided.encode(prompts))
+        watched.velocity(x, sigma, guided.encode(plain_requests(prompts)))
         for texts in (["", ""], prompts):
-            plain.velocity(x, sigma, plain.policy.encode(texts))
+            plain.velocity(x, sigma, plain.policy.encode(plain_requests(texts)))
     both = watched.take(2)
     without, with_prompt = torch.cat(plain.rows).split(2)
     torch.testing.assert_close(both, torch.cat([without, with_prompt], 1))

@@ -5,7 +5,7 @@ from math import ceil, prod
 
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.frame_windows import frame_windows
-from flowalign.sampling.rollout import DTYPES
+from flowalign.sampling.kept import DTYPES
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
