@@ -6,9 +6,11 @@ A method sees a trajectory and asks for values of its states; it touches nothing
 from flowalign.credit.branch import Branch
 from flowalign.credit.contrast import Contrast
 from flowalign.credit.control_variate import ControlVariate
+from flowalign.credit.critic import Critic
 from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.granular import Granular
+from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.redistribute import Redistribute
 from flowalign.credit.tree import LeafAdvantage
@@ -18,9 +20,11 @@ __all__ = [
     "Branch",
     "Contrast",
     "ControlVariate",
+    "Critic",
     "Discounted",
     "Gain",
     "Granular",
+    "LambdaReturn",
     "LeafAdvantage",
     "NextValue",
     "Outcome",

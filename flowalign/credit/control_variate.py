@@ -6,6 +6,7 @@ the noise of V_k wherever a step changes much of the image; the multiple of leas
 regression coefficient.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from flowalign.credit.chain import step_credit, stochastic_steps
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import group_mean
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.utils.ranges import NonNegativeInt
 
 
 def explained(
@@ -32,14 +34,32 @@ def explained(
     return ((x * y).sum(0) / torch.where(variation > 0, variation, 1.0)).clamp(0, 1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ControlVariate(CreditEstimator):
-    """Each stochastic step earns V_{k+1} - c_k V_k, c_k fitted to the samples of this process."""
+    """Each stochastic step earns V_{k+1} - c_k V_k, c_k fitted to the samples of this process.
+
+    Where V_k is not bought, c_k is 0, and V_{k+1} is the next value that is: a later state's or the
+    outcome.
+    """
+
+    steps: Sequence[NonNegativeInt] | None = None
+    """Indices of the states whose values are bought, those of them that are noisy; null: all. An
+    early state costs most evaluations and explains least."""
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
-        """Value the state before each stochastic step, and the outcome."""
-        steps = stochastic_steps(trajectory)
-        v, group = values([*steps, trajectory.num_steps]), per_prompt_and_step(trajectory)[:, 0]
-        pairs = zip(v[:, :-1].unbind(1), v[:, 1:].unbind(1), strict=True)
-        credit = [after - explained(before, after, group) * before for before, after in pairs]
+        """Value the states before stochastic steps that are bought, and the outcome."""
+        steps, last = stochastic_steps(trajectory), trajectory.num_steps - 1
+        if any(k > last for k in self.steps or ()):
+            raise ValueError(
+                f"credit.steps is {list(self.steps or ())}; the denoising steps are 0 to {last}"
+            )
+        bought = steps if self.steps is None else [k for k in steps if k in self.steps]
+        v = values([*bought, trajectory.num_steps])
+        group, credit = per_prompt_and_step(trajectory)[:, 0], []
+        for k in steps:
+            after = v[:, sum(state <= k for state in bought)]
+            if k in bought:
+                before = v[:, bought.index(k)]
+                after = after - explained(before, after, group) * before
+            credit.append(after)
         return step_credit(trajectory, steps, torch.stack(credit, 1))

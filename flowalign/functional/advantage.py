@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Scale = Literal["group", "batch", "joint", "none", "given"]
+Scale = Literal["group", "batch", "joint", "pooled", "none", "leave_one_out", "given"]
 Combine = Literal["sum_of_advantages", "advantage_of_sum"]
 
 
@@ -23,10 +23,13 @@ def group_center(
 
     "given" returns the values as they are: the credit method has compared them. Groups whose values
     spread less than `std_floor` yield exact zeros: they hold no signal, and dividing by their std
-    would amplify rounding. "joint" differs from "group" only in the ids it is given.
+    would amplify rounding. "joint" and "pooled" differ from "group" only in the ids.
+    "leave_one_out" divides by the share (n - 1) / n of the others, which makes it the value minus
+    their mean: the baseline then does not depend on the sample, whatever the size of its group.
 
     Source: "group" is GRPO, arXiv:2402.03300v3; "batch" is Flow-GRPO's global_std; "none" is Dr.
-    GRPO, arXiv:2503.20783v2. correction is 0 in Flow-GRPO and 1 in DanceGRPO.
+    GRPO, arXiv:2503.20783v2; "leave_one_out" is RLOO, arXiv:2402.14740. correction is 0 in
+    Flow-GRPO and 1 in DanceGRPO.
     """
     if scale == "given":
         return value
@@ -36,6 +39,9 @@ def group_center(
     flat = spread <= std_floor
     if scale == "none":
         return centred.masked_fill(flat, 0.0)
+    if scale == "leave_one_out":
+        members = torch.bincount(index)[index, None]
+        return (centred * members / (members - 1).clamp(min=1)).masked_fill(flat, 0.0)
     if scale == "batch":
         spread = value.std(0, correction=min(correction, len(value) - 1), keepdim=True)
     return (centred / (spread + eps)).masked_fill(flat, 0.0)

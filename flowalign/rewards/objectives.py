@@ -84,6 +84,10 @@ class TransformedValues(ValueFunction):
             return known
         return known._replace(value=self.transform(known.value, self.dims))
 
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        """Return the critic's predictions, which are of transformed rewards already."""
+        return self.values.predicted(ks)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Thresholds:

@@ -84,8 +84,9 @@ def credited(
     recipe: PolicyGradient, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
 ) -> TrainBatch:
     """Value, credit and compare a trajectory: the reward stage of a step."""
-    values = completion_values(recipe, learner, loop.rewards, trajectory)
+    values = completion_values(recipe, learner, loop.rewards, trajectory, loop.critic)
     gathered = gather_credit(recipe, learner.processes, values, compute_credit(recipe, values))
+    loop.learn(values)
     advantage = compute_advantages(recipe, gathered.credit, loop.weights)
     return build_batch(recipe, learner.processes, values, gathered, advantage)
 

@@ -4,6 +4,7 @@ from flowalign.sampling.branching import Branching, Chain, Comb, Layout, Tree
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.completion import BatchedCompletion, complete
 from flowalign.sampling.frame_windows import FixedFrames, FrameWindow, RandomFrames
+from flowalign.sampling.kept import Storage
 from flowalign.sampling.rollout import concat_trajectories, empty_trajectory, generate, sample
 from flowalign.sampling.sde_windows import (
     AllButLast,
@@ -15,7 +16,7 @@ from flowalign.sampling.sde_windows import (
     SDEWindow,
     Sliding,
 )
-from flowalign.sampling.settings import Sampling, Storage
+from flowalign.sampling.settings import Sampling
 
 __all__ = [
     "AllButLast",

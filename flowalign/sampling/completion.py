@@ -121,6 +121,10 @@ class CreditRequirements:
     """States whose values the method requests."""
     read: frozenset[int]
     """Indices of the states that the method reads itself."""
+    observed: frozenset[int]
+    """Indices of the states whose features the method or its critic reads."""
+    predicted: frozenset[int]
+    """Indices of the states whose outcomes the critic predicts."""
     history: int
     """Number of earlier steps of the loop whose outcomes the method compares with."""
 
@@ -134,9 +138,18 @@ def credit_requirements(
         ValueError: Trajectories such as `empty` do not meet the needs.
     """
     values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
-    credit = method(replace(empty, states=states), values)
+    hidden = _Zeros(empty.rows)
+    credit = method(replace(empty, states=states, hidden=hidden), values)
     requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
-    return CreditRequirements(credit, requested, frozenset(states.read), values.history)
+    observed = frozenset(hidden.read | values.critic_read)
+    return CreditRequirements(
+        credit,
+        requested,
+        frozenset(states.read),
+        observed,
+        frozenset(values.critic_read),
+        values.history,
+    )
 
 
 class _RecordedValues(ValueFunction):
@@ -146,14 +159,11 @@ class _RecordedValues(ValueFunction):
         self.method, self.empty, self.how = method, empty, how
         self.requested: set[CompletionRequest] = set()
         self.history = 0
+        self.critic_read: set[int] = set()
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         end = self.empty.num_steps
-        for k in ks:
-            if not 0 <= k <= end:
-                raise ValueError(
-                    f"{self.method} asks for the value of state {k}; there are states 0 to {end}"
-                )
+        self._check("value", ks, end)
         self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
         return torch.zeros(len(self.empty.logp), len(ks), 1)
 
@@ -161,9 +171,21 @@ class _RecordedValues(ValueFunction):
         self.history = max(self.history, num_steps)
         return None
 
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        self._check("prediction", ks, self.empty.num_steps - 1)
+        self.critic_read.update(ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def _check(self, what: str, ks: Sequence[int], last: int) -> None:
+        for k in ks:
+            if not 0 <= k <= last:
+                raise ValueError(
+                    f"{self.method} asks for the {what} of state {k}; there are states 0 to {last}"
+                )
+
 
 class _Zeros(Mapping[int, Tensor]):
-    """Stands in for the states of a trajectory that is not drawn, and records which are read."""
+    """Stands in for states, or their features, that are not drawn; records which are read."""
 
     def __init__(self, rows: SharedRows):
         self.rows = rows

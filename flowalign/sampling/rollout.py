@@ -12,7 +12,9 @@ from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.solver import second_order_step, thinned_schedule
 from flowalign.functional.transition import log_density, sample_next, transition
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
+from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import frame_windows, shared_outside
+from flowalign.sampling.kept import Kept
 from flowalign.sampling.settings import Sampling
 from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
 
@@ -26,16 +28,14 @@ def sample(
     cfg: Sampling,
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
-    keep_means: bool = False,
     finish: Collection[CompletionRequest] = (),
-    keep: Collection[int] | None = None,
+    keep: Kept = Kept(),  # noqa: B008 (frozen)
 ) -> Trajectory:
     """Draw `cfg.samples_per_prompt` trajectories per request, whose steps in `steps` are trained.
 
     Each request has its own generator: how requests are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
-    call with the trajectories, so that there are T calls, however many states are completed. Only
-    the states in `keep` are kept, all of them if it is None; that changes no draw either.
+    call with the trajectories, so that there are T calls, however many states are completed.
     """
     trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
@@ -43,9 +43,10 @@ def sample(
     completion, means = BatchedCompletion(trajectory, finish), {}
     noisy, skipped, ode = cfg.stochastic(steps), cfg.skipped(steps), _ODE(cfg, steps)
     states: dict[int, Tensor] = {}
+    hidden: dict[int, Tensor] = {}
 
     def put(k: int) -> None:
-        if keep is None or k in keep:
+        if keep.states is None or k in keep.states:
             states[k] = cfg.states.kept(rows.select(x, k))
 
     put(0)
@@ -55,7 +56,10 @@ def sample(
             continue
         eta = trajectory.eta[:, k]
         unique = rows.unique_rows(k)
-        v = completion.step(policy, k, rows.select(x, k), unique, cfg.micro_batch)
+        field = Observed(policy) if k in keep.features else policy
+        v = completion.step(field, k, rows.select(x, k), unique, cfg.micro_batch)
+        if isinstance(field, Observed):
+            hidden[k] = field.take(len(unique)).cpu()
         v = rows.expand(v, k)
         distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
         deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
@@ -63,11 +67,11 @@ def sample(
         x = cfg.states.rounded(rows.share(x, k + 1))
         logp = log_density(cfg.kernel, x, distribution)
         trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
-        if keep_means and k in steps:
+        if keep.means and k in steps:
             means[k] = cfg.states.placed(distribution.mean)
         put(k + 1)
     finished = {request: cfg.states.placed(x) for request, x in completion.at.items()}
-    return replace(trajectory, states=states, means=means, finished=finished)
+    return replace(trajectory, states=states, means=means, finished=finished, hidden=hidden)
 
 
 def empty_trajectory(
@@ -106,6 +110,7 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
         rows=SharedRows.concat([part.rows for part in parts]),
         means=_taken([part.means for part in parts]),
         finished=_taken([part.finished for part in parts]),
+        hidden=_taken([part.hidden for part in parts]),
     )
 
 

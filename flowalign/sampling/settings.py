@@ -12,6 +12,7 @@ from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.frame_windows import FrameWindow
+from flowalign.sampling.kept import Storage
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.utils.ranges import (
     DenoisingSteps,
@@ -21,33 +22,6 @@ from flowalign.utils.ranges import (
     Range,
     require_ranges,
 )
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Configures where and how precisely the states of a rollout are kept for training."""
-
-    device: Literal["same", "cpu"] = "same"
-    """same: on the policy's device. cpu: in main memory, at the price of a copy of each kept state
-    and of each minibatch."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of kept states. The rollout continues from the rounded states, so that replay sees
-    what the policy saw."""
-
-    def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a state in float32 after rounding to the stored precision."""
-        return x.to(DTYPES[self.dtype]).float()
-
-    def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a rounded state in the precision and on the device of kept states."""
-        return self.placed(x.to(DTYPES[self.dtype]))
-
-    def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a tensor on the device of kept states."""
-        return x.cpu() if self.device == "cpu" else x
-
 
 NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
 

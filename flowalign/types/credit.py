@@ -56,6 +56,14 @@ class ValueFunction(ABC):
         None where nothing remembers them, as outside a loop.
         """
 
+    @abstractmethod
+    def predicted(self, ks: Sequence[int]) -> Float[Tensor, "B K R"]:
+        """Return the outcomes that the recipe's critic predicts from states ks, for nothing.
+
+        The critic has seen earlier steps of the loop only, and predicts differences within prompts:
+        the mean of a prompt's samples is 0. The last state has an outcome and no prediction.
+        """
+
 
 class CreditEstimator(ABC):
     """Turns state values into per-transition credit. Implementations: `flowalign/credit/`."""

@@ -104,6 +104,9 @@ class Trajectory:
     )
     """Clean latents of the states that were completed during the rollout, one row per distinct
     state."""
+    hidden: Mapping[int, Float[Tensor, "n D"]] = field(default_factory=dict)
+    """The denoiser's own features of the states that credit observes, one row per distinct state.
+    `features` reads them."""
 
     @property
     def prompts(self) -> list[str]:
@@ -114,6 +117,11 @@ class Trajectory:
     def num_steps(self) -> int:
         """Return T, the number of transitions."""
         return self.logp.shape[1]
+
+    @property
+    def prompt(self) -> Int[Tensor, "B"]:
+        """Return the index of each sample's prompt."""
+        return torch.arange(len(self.logp)) // self.group_size
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +147,21 @@ class Trajectory:
         kept = self._kept(k)
         index = self.rows.row_index(k)[samples]
         return kept[index.to(kept.device)].to(self.device).float()
+
+    def features(self, k: int) -> Float[Tensor, "B D"]:
+        """Return what the denoiser's last layer read at state k, averaged over places or tokens.
+
+        A credit method observes these features at no evaluation; prompt and guidance are in them.
+
+        Raises:
+            ValueError: The rollout did not keep the features of this state.
+        """
+        if k not in self.hidden:
+            raise ValueError(
+                f"features of state {k} are asked for; the rollout kept those of the states "
+                f"{sorted(self.hidden)} that credit observes in a trajectory of zeros"
+            )
+        return self.rows.expand(self.hidden[k], k)
 
     def mean(self, k: int, samples: Int[Tensor, "n"]) -> Float[Tensor, "n *latent"] | None:
         """Return the mean of transition k of the given samples, or None if no loss needs means."""

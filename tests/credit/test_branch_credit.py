@@ -261,6 +261,9 @@ class ByStride(ValueFunction):
     def past(self, num_steps):
         return None
 
+    def predicted(self, ks):
+        raise NotImplementedError
+
 
 def test_granular_credit_sums_one_advantage_per_stride():
     got = Granular(strides=(1, 2))(

@@ -17,7 +17,7 @@ quick = settings(max_examples=40, deadline=None, database=None)
 VALUE = torch.tensor([[1.0, 0.0], [10.0, 7.0], [2.0, 0.0], [14.0, 7.0], [6.0, 3.0]])
 GROUP = torch.tensor([5, 2, 5, 2, 5])
 CENTRED = torch.tensor([[-2.0, -1.0], [-2.0, 0.0], [-1.0, -1.0], [2.0, 0.0], [3.0, 2.0]])
-SCALES = ["group", "batch", "joint", "none"]
+SCALES = ["group", "batch", "joint", "none", "leave_one_out"]
 
 
 # By hand ------------------------------------------------------------------------------------------
@@ -44,6 +44,14 @@ def test_group_center_by_hand(scale, correction, std5, std2, second5):
 @pytest.mark.parametrize("correction", [0, 1])
 def test_scale_none_only_subtracts_the_group_mean(correction):
     assert_close(group_center(VALUE, GROUP, "none", eps=0.5, correction=correction), CENTRED)
+
+
+@pytest.mark.parametrize("correction", [0, 1])
+def test_leave_one_out_subtracts_the_mean_of_the_others_whatever_the_size_of_the_group(correction):
+    """In group 5 the others of 1, 2 and 6 have means 4, 3.5 and 1.5; of 0, 0 and 3: 1.5, 1.5, 0."""
+    got = group_center(VALUE, GROUP, "leave_one_out", eps=0.5, correction=correction)
+    first = [1 - 4.0, 10 - 14.0, 2 - 3.5, 14 - 10.0, 6 - 1.5]
+    assert_close(got, torch.tensor([first, [-1.5, 0.0, -1.5, 0.0, 3.0]]).T)
 
 
 def test_joint_pools_what_group_ids_pool():

@@ -215,7 +215,7 @@ def test_large_pictures_are_reduced_and_keep_their_proportions():
     ("credit", "sampling", "recipe"),
     [
         (TurningPoint(), {}, {}),
-        (NextValue(), {"samples_per_prompt": 1}, {"advantage_scale": "batch"}),
+        (NextValue(), {"samples_per_prompt": 1}, {"advantage_scale": "pooled"}),
         (Branch(), {"branching": Tree(), "samples_per_prompt": 16, "seeds_per_prompt": 2}, {}),
     ],
     ids=["turning point", "one sample", "tree"],

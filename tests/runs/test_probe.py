@@ -7,6 +7,8 @@ import torch
 
 from flowalign.cli.main import main
 from flowalign.cli.probe import overlay
+from flowalign.credit.critic import Critic
+from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.runs import probe as module
 from flowalign.runs.config import load
@@ -66,6 +68,16 @@ def test_no_weight_moves_and_costs_are_those_of_the_batches(run):
     assert found.costs.training_evaluations == 5 * 12 * 3
     assert found.products.shape == (5, 3, 5, 3)
     assert not torch.equal(found.products[0, 0, 1], found.products[0, 0, 2])
+
+
+def test_a_critic_learns_from_batch_to_batch_and_costs_nothing(tmp_path):
+    """The first batch is credited by outcome alone."""
+    plain = probe(new_run(tmp_path / "plain", new_recipe()), 5)
+    recipe = new_recipe(credit=LambdaReturn(), critic=Critic(penalty=1.0))
+    found = probe(new_run(tmp_path / "critic", recipe), 5)
+    assert found.costs == plain.costs
+    torch.testing.assert_close(found.products[0, :, 0], plain.products[0, :, 0])
+    assert not torch.allclose(found.products[4, :, 4], plain.products[4, :, 4], rtol=0.01)
 
 
 def test_the_summary_has_all_figures_and_counts_each_batch(run):

@@ -20,9 +20,10 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.completion import complete, take, velocity
+from flowalign.sampling.kept import Kept, Storage
 from flowalign.sampling.rollout import generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.sampling.settings import Sampling, Storage
+from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.types import plain_requests
@@ -59,7 +60,8 @@ def sd3():
 
 def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
     steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
-    return sample(policy, plain_requests(prompts), cfg, steps, seeds(len(prompts)), keep_means)
+    keep = Kept(means=keep_means)
+    return sample(policy, plain_requests(prompts), cfg, steps, seeds(len(prompts)), keep=keep)
 
 
 def stacked(trajectory, count=None):

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from flowalign.credit.critic import Critic
+from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.distributed.processes import Processes
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
@@ -38,6 +40,9 @@ PIXEL_RECIPES = {
         "epochs_per_step": 2,
         "micro_batch": 5,
     },
+    "with a critic": {"credit": LambdaReturn(decay=0.9), "critic": Critic()},
+    "compared over all prompts": {"advantage_scale": "pooled"},
+    "against the mean of the others": {"advantage_scale": "leave_one_out"},
     "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
     "measured weights": {
         "sampling": {"sde_window": Random(2, 0, 3)},

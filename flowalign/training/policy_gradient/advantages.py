@@ -71,24 +71,33 @@ def compute_credit(cfg: Settings, values: CompletionValues) -> StepCredit:
 def gather_credit(
     cfg: Settings, processes: Processes, values: CompletionValues, credit: StepCredit
 ) -> GatheredCredit:
-    """Gather the credit of all ranks. Groups never span ranks, so their ids only need to differ."""
+    """Gather the credit of all ranks; of groups, only pooled ones span ranks."""
     trajectory, rewards = values.trajectory, values.rewards
     usable = rewards.usable(credit.value.isfinite().flatten(0, 1)).view(credit.mask.shape)
     usable = drop_failed(usable, trajectory.group_size, cfg.on_failed_reward)
-    prompt = torch.arange(len(credit.mask)) // trajectory.group_size
-    joint = cfg.advantage_scale == "joint"
-    group = prompt[:, None].expand_as(credit.group) if joint else credit.group
+    prompt = trajectory.prompt
     gather, rank_id = processes.gather, processes.rank << 40
     value, requested = gather(credit.value), gather(credit.mask)
     mask, outcome = gather(credit.mask & usable), gather(values([trajectory.num_steps])[:, 0])
     kept = not_dominated(cfg.pareto, outcome, gather(prompt + rank_id), rewards)
     return GatheredCredit(
-        credit=StepCredit(value, gather(group + rank_id), mask),
+        credit=StepCredit(value, _groups(cfg, processes, trajectory, credit), mask),
         outcome=outcome,
         trained=mask & kept[:, None],
         rank_offset=_rank_offset(processes, len(credit.mask)),
         num_dropped=int((requested & ~mask).sum()),
     )
+
+
+def _groups(
+    cfg: Settings, processes: Processes, trajectory: Trajectory, credit: StepCredit
+) -> Int[Tensor, "n T"]:
+    """Return the group ids of all ranks: those of the credit method, or of a wider comparison."""
+    if cfg.advantage_scale == "pooled":
+        return processes.gather(torch.arange(trajectory.num_steps).expand_as(credit.group))
+    joint = cfg.advantage_scale == "joint"
+    group = trajectory.prompt[:, None].expand_as(credit.group) if joint else credit.group
+    return processes.gather(group + (processes.rank << 40))
 
 
 def compute_advantages(

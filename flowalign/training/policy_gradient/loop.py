@@ -37,9 +37,11 @@ from flowalign.training.policy_gradient.advantages import (
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.critics import learned
 from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
 from flowalign.types import Minibatch
@@ -67,6 +69,8 @@ class PolicyGradientLoop(Loop):
         """Gradients of denoising steps, if their weights are measured."""
         self.history = OutcomeHistory(cfg.history)
         """Outcomes of earlier steps that the credit method compares with."""
+        self.critic = cfg.critic.start() if cfg.critic else None
+        """What the critic has learned from the outcomes of earlier steps."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -75,7 +79,7 @@ class PolicyGradientLoop(Loop):
         for step in steps:
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
-            values = collect_rollouts(cfg, learner, rewards, requests, seed, step)
+            values = collect_rollouts(cfg, learner, rewards, requests, seed, step, self.critic)
             values.history = self.history
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
@@ -84,7 +88,7 @@ class PolicyGradientLoop(Loop):
             advantage = compute_advantages(cfg, gathered.credit, self.weights)
             averages = self.steps and self.steps.averages
             batch = build_batch(cfg, learner.processes, values, gathered, advantage, averages)
-            metrics = self._finish_credit(gathered, advantage)
+            metrics = self._finish_credit(gathered, advantage) | self.learn(values)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
@@ -122,6 +126,7 @@ class PolicyGradientLoop(Loop):
             "multipliers": self.multipliers and self.multipliers.state(),
             "history": self.history.state(),
             "step_weight": self.steps and self.steps.state(),
+            "critic": self.critic and self.critic.state(),
         }
 
     @override
@@ -131,6 +136,18 @@ class PolicyGradientLoop(Loop):
         if self.steps and state.get("step_weight"):  # older checkpoints have none
             self.steps.restore(state["step_weight"])
         self.history.restore(state.get("history", []))  # which 0.1 did not save
+        if self.critic and state.get("critic"):
+            self.critic = self.critic.restored(state["critic"])
+
+    def learn(self, values: CompletionValues) -> dict[str, float]:
+        """Let the critic learn from outcomes that were credited; return how well it foresaw them.
+
+        What it predicted of them before does not change.
+        """
+        if self.critic is None:
+            return {}
+        self.critic, metrics = learned(self.cfg, self.critic, self.learner.processes, values)
+        return metrics
 
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]

@@ -9,7 +9,7 @@ from flowalign.credit.branch import extremes
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.completion import credit_requirements
 from flowalign.sampling.frame_windows import frame_windows
-from flowalign.sampling.settings import DTYPES
+from flowalign.sampling.kept import DTYPES
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.step_gradients import kept_size
@@ -129,6 +129,7 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
         "denoising steps": _steps(cfg, window),
         "network evaluations per step": " + ".join(f"{n} {name}" for name, n in cost.items()),
         "values of states": f"{sorted({k for k, _ in requested})}",
+        **_critic_rows(cfg, window),
         "transitions trained per step": f"{cfg.prompts_per_step * num_trained(cfg, empty)}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards.models)}",
@@ -144,6 +145,14 @@ def _steps(cfg: Settings, window: Sequence[int]) -> str:
     if noisy > len(window):
         trained = f"{noisy} stochastic, {len(window)} of them trained {list(window)}"
     return f"{made}, of which {trained}"
+
+
+def _critic_rows(cfg: Settings, window: Sequence[int]) -> dict[str, str]:
+    """Return what a critic predicts from, if there is one; it evaluates nothing."""
+    if cfg.critic is None:
+        return {}
+    observed = f"features of states {list(cfg.observed(window))}"
+    return {"predictions of the critic": f"from {observed}, for no evaluation"}
 
 
 def _calibration_rows(

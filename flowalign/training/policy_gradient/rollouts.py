@@ -6,8 +6,10 @@ from contextlib import nullcontext
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.credit.critic import Learned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import CompletionRequest, complete
+from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.settings import Settings
@@ -24,6 +26,7 @@ def collect_rollouts(
     requests: Sequence[Request],
     seed: int,
     step: int,
+    critic: Learned | None = None,
 ) -> CompletionValues:
     """Sample this rank's share of the requests, and return the values of their trajectories.
 
@@ -34,7 +37,7 @@ def collect_rollouts(
     size = cfg.rollout_batch_prompts or max(len(local), 1)
     if len(local) <= size:
         trajectory = sample_prompts(cfg, learner, requests, seed, step, local)
-        return completion_values(cfg, learner, rewards, trajectory)
+        return completion_values(cfg, learner, rewards, trajectory, critic)
     trajectories, parts = [], []
     for start in range(0, len(local), size):
         some = local[start : start + size]
@@ -43,7 +46,7 @@ def collect_rollouts(
         values.request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
         trajectories.append(trajectory)
         parts.append(values)
-    values = completion_values(cfg, learner, rewards, concat_trajectories(trajectories))
+    values = completion_values(cfg, learner, rewards, concat_trajectories(trajectories), critic)
     values.parts = parts
     return values
 
@@ -77,14 +80,21 @@ def sample_prompts(
         cfg.sampling,
         window,
         [generator(seed, "noise", step, i) for i in indices],
-        keep_means=cfg.algorithm.needs_mean_old,
         finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
-        keep=cfg.kept(window),
+        keep=Kept(
+            states=cfg.kept(window),
+            features=cfg.observed(window),
+            means=cfg.algorithm.needs_mean_old,
+        ),
     )
 
 
 def completion_values(
-    cfg: Settings, learner: Learner, rewards: Rewards, trajectory: Trajectory
+    cfg: Settings,
+    learner: Learner,
+    rewards: Rewards,
+    trajectory: Trajectory,
+    critic: Learned | None = None,
 ) -> CompletionValues:
     """Return the value function that the recipe's credit method queries for a trajectory."""
     size = cfg.sampling.micro_batch
@@ -95,6 +105,7 @@ def completion_values(
         finish=lambda requests: finished(learner, trajectory, requests, size),
         how=cfg.completion,
         micro_batch=size,
+        critic=critic,
     )
 
 

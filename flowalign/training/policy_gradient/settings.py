@@ -6,6 +6,7 @@ from typing import Literal
 
 import torch
 
+from flowalign.credit.critic import Critic
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.advantage import Combine, Scale
 from flowalign.functional.completion import Completion
@@ -34,6 +35,9 @@ class Settings:
     """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
     completion: Completion = field(default_factory=Completion)
     """How intermediate states are completed when the credit method requests their values."""
+    critic: Critic | None = None
+    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
+    predictions. Null: none."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
     prompts_per_step: PositiveInt = 8
@@ -50,8 +54,10 @@ class Settings:
     not the update."""
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
-    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
-    GRPO). given: the credit method returns advantages."""
+    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. pooled: of all
+    prompts at the same denoising step, whose mean is the baseline, too. none: 1 (Dr. GRPO).
+    leave_one_out: none, and each is compared with the mean of the others (RLOO). given: the credit
+    method returns advantages."""
     std_correction: Literal[0, 1] = 0
     """1: these deviations divide by n - 1 (DanceGRPO, MixGRPO), 0: by n (Flow-GRPO)."""
     advantage_combine: Combine = "sum_of_advantages"
@@ -138,12 +144,13 @@ class Settings:
         return self.step_weight
 
     def _check_advantages(self) -> None:
-        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
+        alone = self.sampling.samples_per_prompt == 1
+        if alone and self.advantage_scale in ("group", "batch", "none", "leave_one_out"):
             raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
-                "Use at least 2, or advantage_scale batch"
+                "sampling.samples_per_prompt is 1: a group of one has no others to compare with. "
+                "Use at least 2, or advantage_scale pooled"
             )
-        if self.std_correction and self.advantage_scale in ("none", "given"):
+        if self.std_correction and self.advantage_scale in ("none", "leave_one_out", "given"):
             raise ValueError(
                 f"recipe.std_correction is {self.std_correction}, but advantage_scale "
                 f"{self.advantage_scale} divides by no deviation: set it to 0"
@@ -206,13 +213,17 @@ class Settings:
         started = {k for k, how in needs.requested if not how.follows_rollout}
         return tuple(sorted({num_steps, *steps, *(k + 1 for k in steps), *started, *needs.read}))
 
+    def observed(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the indices of the states whose features a rollout keeps."""
+        return tuple(sorted(self._requirements(steps).observed))
+
     def _requirements(self, steps: Sequence[int]) -> CreditRequirements:
         needs = credit_requirements(self.credit, self.empty_trajectory(steps), self.completion)
         if needs.credit.normalised != (self.advantage_scale == "given"):
             advised = (
                 "advantages: set it to given"
                 if needs.credit.normalised
-                else "no advantages: choose from group, batch, joint, none"
+                else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             )
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "
@@ -223,5 +234,13 @@ class Settings:
             raise ValueError(
                 f"recipe.sampling.tail_ratio shortens rollouts, but {type(self.credit).__name__} "
                 f"values the states {between} on the whole schedule: set it to null"
+            )
+        if bool(needs.predicted) != (self.critic is not None):
+            name = type(self.credit).__name__
+            raise ValueError(
+                f"recipe.critic is null, but {name} reads what a critic predicts: set it to {{}}"
+                if needs.predicted
+                else f"recipe.critic is set, but {name} reads no predictions: set it to null, or "
+                "recipe.credit to flowalign.credit.LambdaReturn"
             )
         return needs

@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from flowalign.credit.critic import Learned
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards, Scoring
 from flowalign.sampling.completion import CompletionRequest
@@ -40,9 +41,11 @@ class CompletionValues(ValueFunction):
         finish: Callable[[Sequence[CompletionRequest]], Mapping[CompletionRequest, Tensor]],
         how: Completion,
         micro_batch: int,
+        critic: Learned | None = None,
     ):
         self.policy, self.rewards, self.trajectory = policy, rewards, trajectory
         self.finish, self.how, self.micro_batch = finish, how, micro_batch
+        self.critic = critic
         self.known: dict[CompletionRequest, RewardOutput] = {}
         self.media: dict[CompletionRequest, Tensor] = {}
         """Decoded media of the requested states, for the first `pictured` samples."""
@@ -66,6 +69,16 @@ class CompletionValues(ValueFunction):
         """Return the outcomes that these prompts had in earlier steps of the loop."""
         keys = [request.key for request in self.trajectory.requests[:: self.trajectory.group_size]]
         return self.history.of(keys, self([self.trajectory.num_steps])[:, 0], num_steps)
+
+    def predicted(self, ks: Sequence[int]) -> Tensor:
+        """Return the outcomes that the critic predicts from states ks, less their prompt's mean."""
+        assert self.critic is not None, "settings are refused without the critic that credit reads"
+        trajectory, num_rewards = self.trajectory, len(self.rewards.dims)
+        found = [
+            self.critic.predicted(k, trajectory.features(k), trajectory.prompt, num_rewards)
+            for k in ks
+        ]
+        return torch.stack(found, 1)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
         """Complete and decode states that are new, in chunks that go to the rewards at once."""

@@ -601,10 +601,24 @@ def test_a_recipe_of_nothing_is_refused(field):
         new_recipe(**{field: 0})
 
 
-def test_a_group_of_one_has_nothing_to_compare_unless_the_batch_is_the_scale():
-    with pytest.raises(ValueError, match="samples_per_prompt is 1"):
-        new_recipe({"samples_per_prompt": 1})
-    new_recipe({"samples_per_prompt": 1}, advantage_scale="batch")
+@pytest.mark.parametrize("scale", ["group", "batch", "none", "leave_one_out"])
+def test_a_group_of_one_has_nothing_to_compare_with(scale):
+    with pytest.raises(ValueError, match=r"samples_per_prompt is 1: .* advantage_scale pooled"):
+        new_recipe({"samples_per_prompt": 1}, advantage_scale=scale)
+
+
+def test_pooled_credit_is_compared_over_all_prompts_at_the_same_step():
+    """Prompts of one sample each, which no narrower comparison could train."""
+    cfg = new_recipe({"samples_per_prompt": 1}, advantage_scale="pooled")
+    learner = new_learner(PixelPolicy(seed=4))
+    trajectory = rollout(cfg, learner, plain_requests(["a", "bb", "ccc", "dddd"]), 0, 0)
+    values = completion_values(cfg, learner, new_rewards(), trajectory)
+    outcome = values([4])[:, 0, 0]
+    batch, _ = credited(cfg, learner, values)
+    wanted = (outcome - outcome.mean()) / (outcome.std(correction=0) + 1e-4)
+    for k in range(3):
+        torch.testing.assert_close(batch.advantage[:, k], wanted)
+    assert wanted.abs().min() > 0.01
 
 
 def test_a_window_of_another_schedule_is_refused_before_anything_runs():
