@@ -11,7 +11,7 @@ from typing_extensions import override
 from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.attributes import read_attributes
 from flowalign.data.preference.collate import BatchFields, Collator
-from flowalign.data.preference.convert import Keep, read_pairs, read_samples
+from flowalign.data.preference.convert import Keep, fitting, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import (
     Example,
