@@ -27,6 +27,8 @@ def _what(lines: Sequence[str], has_key: bool) -> str:
     """Return what is wrong: if its key is known, the innermost line that says anything."""
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
+    if what.startswith("Expected a dot import path"):  # or one of some words
+        what = next((line for line in wrong if line.startswith("Expected a typing.Literal")), what)
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
     if what.startswith(_NO_GROUP) and not given.startswith("{") and "Got value" not in what:
         value = given.removeprefix("Unable to load config ").strip("'")

@@ -25,7 +25,7 @@ from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import DTYPES
+from flowalign.sampling.settings import DTYPES
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.reference import conditional
