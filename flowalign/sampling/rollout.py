@@ -40,8 +40,8 @@ def sample(
     trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
-    completion, means = BatchedCompletion(trajectory, finish), {}
-    noisy, skipped, ode = cfg.stochastic(steps), cfg.skipped(steps), _ODE(cfg, steps)
+    completion, ode, means = BatchedCompletion(trajectory, finish), _ODE(cfg, steps), {}
+    noisy, skipped = cfg.stochastic(steps), cfg.skipped(steps)
     states: dict[int, Tensor] = {}
     hidden: dict[int, Tensor] = {}
 
@@ -54,19 +54,16 @@ def sample(
         if k in skipped:
             put(k + 1)
             continue
-        eta = trajectory.eta[:, k]
-        unique = rows.unique_rows(k)
+        eta, distinct = trajectory.eta[:, k], (rows.select(x, k), rows.unique_rows(k))
         field = Observed(policy) if k in keep.features else policy
-        v = completion.step(field, k, rows.select(x, k), unique, cfg.micro_batch)
+        v = rows.expand(completion.step(field, k, *distinct, cfg.micro_batch), k)
         if isinstance(field, Observed):
-            hidden[k] = field.take(len(unique)).cpu()
-        v = rows.expand(v, k)
+            hidden[k] = field.take(len(distinct[1])).cpu()
         distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
         deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
         x = sample_next(distribution, noise.of(k)) if k in noisy else deterministic
         x = cfg.states.rounded(rows.share(x, k + 1))
-        logp = log_density(cfg.kernel, x, distribution)
-        trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
+        trajectory.logp[:, k] = log_density(cfg.kernel, x, distribution).where(eta > 0, 0.0)
         if keep.means and k in steps:
             means[k] = cfg.states.placed(distribution.mean)
         put(k + 1)

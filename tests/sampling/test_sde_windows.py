@@ -54,6 +54,15 @@ def test_random_subset_is_a_share_of_all_steps_but_the_last():
     assert len(set(drawn)) > 40
 
 
+def test_random_subset_can_draw_from_the_first_steps_alone():
+    """Flow-DPPO: three of the first five of ten steps."""
+    drawn = [steps(RandomSubset(0.6, stop=5), 10, seed=s) for s in range(60)]
+    assert {len(d) for d in drawn} == {3}
+    assert {k for d in drawn for k in d} == set(range(5))
+    with pytest.raises(ValueError, match="first 5 steps; there are 4"):
+        steps(RandomSubset(0.6, stop=5), 4)
+
+
 def test_equal_generators_choose_equal_windows():
     for window in (Random(2), RandomSubset(0.5)):
         assert steps(window, seed=4) == steps(window, seed=4)
