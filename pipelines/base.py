@@ -47,6 +47,8 @@ class DiffusersPolicy(Policy):
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     tells_size: bool = False
     """Whether the conditioning contains the image size, as SDXL's does."""
+    encodes_references: bool = False
+    """Whether the conditioning contains latents of pictures, which its identity then depends on."""
     unused: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which a policy does not need."""
     offloaded: tuple[str, ...] = ()
@@ -167,14 +169,16 @@ class DiffusersPolicy(Policy):
 
     def encoders(self) -> tuple[str, str]:
         vae, parts = self.pipe.vae, self.pipe.components
+        media = digest(vae, vae.config, self.height, self.width, *self.film)
         size = (self.height, self.width) if self.tells_size else ()
-        settings = self.precision, self.max_sequence_length, self.guidance > 1, *size
+        pictures = (media,) if self.encodes_references else ()
+        settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
             tokenizer = parts[name.replace("text_encoder", "tokenizer")]
             words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
             text = digest(parts[name], parts[name].config.to_dict(), text, *settings, *words)
-        return digest(vae, vae.config, self.height, self.width, *self.film), text
+        return media, text
 
     def save_weights(self, folder: str) -> None:
         for part in self.parts:

@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
+from diffusers import FluxKontextPipeline
 
-from tests.fixtures.families import SD3_FAMILY, Family, flux1_family
+from tests.fixtures.families import SD3_FAMILY, Family, flux1_family, kontext_family
 from tests.fixtures.tiny_flux import build_flux
 
 
@@ -13,6 +14,18 @@ def flux1(tmp_path_factory) -> Family:
     folder = tmp_path_factory.mktemp("flux1")
     other = build_flux(folder / "other", num_attention_heads=3)
     return flux1_family(build_flux(folder / "dev"), other)
+
+
+@pytest.fixture(scope="session")
+def kontext(tmp_path_factory) -> Family:
+    folder = tmp_path_factory.mktemp("kontext")
+    other = build_flux(folder / "other", FluxKontextPipeline, num_attention_heads=3)
+    return kontext_family(build_flux(folder / "kontext", FluxKontextPipeline), other)
+
+
+@pytest.fixture(scope="module")
+def plain_kontext(kontext):
+    return kontext.new()
 
 
 @pytest.fixture(params=["sd3", "flux1"])
