@@ -162,9 +162,13 @@ class DiffusersPolicy(Policy):
     def embed(self, media: Tensor) -> Tensor:
         if media.shape[1] != 1:
             raise ValueError(f"media of {media.shape[1]} frames: {self.path} encodes 1, a picture")
+        pixels = media[:, 0].to(self.pipe.vae.device, torch.float32)
+        return self.latents(2 * covering(pixels, self.height, self.width) - 1)
+
+    def latents(self, pictures: Tensor) -> Tensor:
+        """Encode pictures in [-1, 1] to normalised latents (the mode)."""
         vae = self.pipe.vae
-        pictures = covering(media[:, 0].to(vae.device, torch.float32), self.height, self.width)
-        z = vae.encode(2 * pictures - 1, return_dict=False)[0].mode()
+        z = vae.encode(pictures, return_dict=False)[0].mode()
         return (z - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     def encoders(self) -> tuple[str, str]:

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.packing import pack, positions, unpack
+from pipelines.schedules import sized_sigmas
 from pipelines.weights import Lora
 
 LORA = Lora(
@@ -98,11 +97,7 @@ class Flux1(DiffusersPolicy):
         return prod(latent_shape) // values + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        rows, columns = self.grid
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(rows * columns, *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return scheduler.sigmas.clone()
+        return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str]) -> Cond:

@@ -1,10 +1,12 @@
-"""Reads the pictures that requests come with, for policies that are conditioned on them."""
+"""Reads the pictures and masks that requests come with, for policies that take them."""
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
+from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Reference, Request
+from pipelines.encoding import covering
 
 
 def source_of(request: Request) -> Float[Tensor, "1 F 3 h w"]:
@@ -21,7 +23,58 @@ def source_of(request: Request) -> Float[Tensor, "1 F 3 h w"]:
     return request.references[0].read()[None]
 
 
+def hole_of(request: Request, height: int, width: int) -> Bool[Tensor, "1 1 height width"]:
+    """Return where the picture of a request is to be painted anew, within the crop of this size.
+
+    Raises:
+        ValueError: it has no mask, one of another size than the picture, or one without a hole.
+    """
+    if request.mask is None:
+        raise ValueError(f"{request.prompt!r} comes without the mask that this policy takes")
+    mask, picture = request.mask.read(), request.references[0].read()
+    if mask.shape[-2:] != picture.shape[-2:]:
+        sizes = [f"{one.shape[-1]}x{one.shape[-2]}" for one in (mask, picture)]
+        raise ValueError(
+            f"mask {request.mask.name} of {request.prompt!r} is {sizes[0]}, its picture {sizes[1]}"
+        )
+    hole = covering(mask[:1], height, width).mean(1, keepdim=True) >= 0.5
+    if not hole.any():
+        raise ValueError(
+            f"mask {request.mask.name} of {request.prompt!r} is black within the {width}x{height} "
+            "that are kept of it: white says where to paint"
+        )
+    return hole
+
+
+def cropped(request: Request, proportion: float) -> list[Image.Image]:
+    """Return the largest centre crops whose width is `proportion` times the height.
+
+    Raises:
+        ValueError: a reference is a clip.
+    """
+    found = []
+    for reference in request.references:
+        pixels = reference.read()
+        if len(pixels) != 1:
+            raise ValueError(
+                f"{reference.name} of {request.prompt!r} has {len(pixels)} frames; "
+                "this policy takes pictures"
+            )
+        h, w = pixels.shape[-2:]
+        size = min(h, round(w / proportion)), min(w, round(h * proportion))
+        levels = (255 * pixels).round().to(torch.uint8)
+        found.append(_centre(levels[0], *size))
+    return found
+
+
+def _centre(levels: Tensor, height: int, width: int) -> Image.Image:
+    top, left = (levels.shape[1] - height) // 2, (levels.shape[2] - width) // 2
+    kept = levels[:, top : top + height, left : left + width]
+    return Image.fromarray(kept.permute(1, 2, 0).contiguous().numpy())
+
+
 def probe(prompt: str, brightness: float) -> Request:
-    """Return a request with a picture of one grey, for comparing two loaded policies."""
-    pixels = torch.full((1, 3, 16, 16), brightness)
-    return Request(prompt, (Reference("probe", f"{brightness:g}", pixels.clone),))
+    """Return a request with a picture of one grey, all of it masked, for comparing two policies."""
+    grey, white = (torch.full((1, 3, 16, 16), value) for value in (brightness, 1.0))
+    source = Reference("probe", f"{brightness:g}", grey.clone)
+    return Request(prompt, (source,), Reference("white", "1", white.clone))
