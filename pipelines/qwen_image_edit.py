@@ -1,4 +1,4 @@
-"""Wraps Qwen-Image-Edit Plus as a flowalign policy: a request comes with one to several pictures."""
+"""Wraps Qwen-Image-Edit Plus as a flowalign policy: requests come with one to several pictures."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -101,7 +101,7 @@ class QwenImageEdit(QwenImage):
                 f"{request.prompt!r} comes with {count} references; "
                 f"policy.max_references allows 1 to {self.max_references}"
             )
-        pictures = cropped(request, proportion)
+        pictures = [cropped(one, proportion) for one in request.references]
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
         shown = [self.pipe.image_processor.resize(p, height, width) for p in pictures]
         cond = self._show(request.prompt, shown)

@@ -46,31 +46,14 @@ def hole_of(request: Request, height: int, width: int) -> Bool[Tensor, "1 1 heig
     return hole
 
 
-def cropped(request: Request, proportion: float) -> list[Image.Image]:
-    """Return the largest centre crops whose width is `proportion` times the height.
-
-    Raises:
-        ValueError: a reference is a clip.
-    """
-    found = []
-    for reference in request.references:
-        pixels = reference.read()
-        if len(pixels) != 1:
-            raise ValueError(
-                f"{reference.name} of {request.prompt!r} has {len(pixels)} frames; "
-                "this policy takes pictures"
-            )
-        h, w = pixels.shape[-2:]
-        size = min(h, round(w / proportion)), min(w, round(h * proportion))
-        levels = (255 * pixels).round().to(torch.uint8)
-        found.append(_centre(levels[0], *size))
-    return found
-
-
-def _centre(levels: Tensor, height: int, width: int) -> Image.Image:
-    top, left = (levels.shape[1] - height) // 2, (levels.shape[2] - width) // 2
-    kept = levels[:, top : top + height, left : left + width]
-    return Image.fromarray(kept.permute(1, 2, 0).contiguous().numpy())
+def cropped(reference: Reference, proportion: float) -> Image.Image:
+    """Return the largest centre crop of a picture whose width is `proportion` times its height."""
+    pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)
+    picture = Image.fromarray(pixels.contiguous().numpy())
+    width = min(picture.width, round(picture.height * proportion))
+    height = min(picture.height, round(picture.width / proportion))
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))
 
 
 def probe(prompt: str, brightness: float) -> Request:

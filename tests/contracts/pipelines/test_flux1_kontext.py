@@ -16,6 +16,11 @@ from tests.fixtures.pictures import EDITS, picture
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(scope="module")
+def plain_kontext(kontext):
+    return kontext.new()
+
+
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (32, 32)])
 def test_any_size_and_guidance_is_that_of_the_official_pipeline(kontext, height, width):
     edits = [replace(e, references=(picture(k, height, width),)) for k, e in enumerate(EDITS)]
