@@ -19,6 +19,9 @@ SUCCESSORS = json.loads((ROOT / "tests/runs/old_run_files.json").read_text())
 OLD_LINES = 4932
 """The lines below configs/ when every run file was complete."""
 
+SINCE = ("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit")
+"""The models that came after version 0.1."""
+
 MODELS = ("shapes", "sd35_medium", "flux1_dev")
 METHODS = sorted({Path(old).stem for old in OLD if old.startswith("configs/credit/")})
 
@@ -85,6 +88,7 @@ def test_models_that_methods_go_behind_are_complete():
 
 def test_no_run_file_is_left_over():
     given = {file for files in SUCCESSORS.values() for file in files}
+    given |= {f"configs/models/{model}.yaml" for model in SINCE}
     used = given | {origin for file in given for origin in compose([file]).origins.values()}
     assert [file for file in run_files() if file not in used] == []
 
@@ -113,6 +117,9 @@ def test_files_of_published_models_say_that_nothing_was_run():
     for folder in ("credit/sd35_medium", "credit/flux1_dev"):
         for file in sorted((ROOT / "configs" / folder).glob("*.yaml")):
             assert "nothing here was run on the real model" in file.read_text()
+    for model in SINCE:
+        file = ROOT / f"configs/models/{model}.yaml"
+        assert "nothing here was run on the real model" in file.read_text()
 
 
 def test_every_method_names_its_source():
