@@ -1,7 +1,7 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
-from pipelines.encoding import covering, digest
+from pipelines.encoding import covering, digest, probe
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -47,8 +47,6 @@ class DiffusersPolicy(Policy):
     """Name of the argument of the denoiser's `forward` that takes the noisy latents."""
     tells_size: bool = False
     """Whether the conditioning contains the image size, as SDXL's does."""
-    encodes_references: bool = False
-    """Whether the conditioning contains latents of pictures, which its identity then depends on."""
     unused: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which a policy does not need."""
     offloaded: tuple[str, ...] = ()
@@ -57,8 +55,6 @@ class DiffusersPolicy(Policy):
     """Further settings that change how media are encoded, such as tiling; part of `encoders`."""
     shift: float | None = None
     """Shift of the noise schedule; None keeps that of the folder's scheduler."""
-    probes: Sequence[str] = ("a", "b")
-    """Prompts that `encode` accepts; `verify_weights` compares velocities for them."""
     denoiser: Any
     height: int
     width: int
@@ -165,17 +161,17 @@ class DiffusersPolicy(Policy):
         pixels = media[:, 0].to(self.pipe.vae.device, torch.float32)
         return self.latents(2 * covering(pixels, self.height, self.width) - 1)
 
-    def latents(self, pictures: Tensor) -> Tensor:
-        """Encode pictures in [-1, 1] to normalised latents (the mode)."""
+    def latents(self, media: Tensor) -> Tensor:
+        """Encode pictures, or clips, in [-1, 1] to normalised latents (the mode)."""
         vae = self.pipe.vae
-        z = vae.encode(pictures, return_dict=False)[0].mode()
+        z = vae.encode(media, return_dict=False)[0].mode()
         return (z - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     def encoders(self) -> tuple[str, str]:
         vae, parts = self.pipe.vae, self.pipe.components
         media = digest(vae, vae.config, self.height, self.width, *self.film)
         size = (self.height, self.width) if self.tells_size else ()
-        pictures = (media,) if self.encodes_references else ()
+        pictures = (media,) if self.takes.references[1] else ()  # their latents are in it
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
@@ -194,7 +190,8 @@ class DiffusersPolicy(Policy):
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))
-        cond = self.encode((*self.probes, *self.probes)[:2])
+        probes = [probe(text, self.takes, self.height, self.width) for text in ("a", "b")]
+        cond = self.encode(probes)
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
         trained = {part: self.pipe.components[part] for part in self.parts}

@@ -8,7 +8,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.packing import pack, positions, unpack
 from pipelines.schedules import sized_sigmas
@@ -100,9 +100,9 @@ class Flux1(DiffusersPolicy):
         return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         text, pooled, _ = self.pipe.encode_prompt(
-            list(prompts),
+            prompts_of(requests),
             None,
             device=self.denoiser.device,
             max_sequence_length=self.max_sequence_length,

@@ -8,12 +8,12 @@ from diffusers import FluxFillPipeline
 from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request
+from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
 from pipelines.encoding import covering
 from pipelines.flux1 import LORA, Flux1
 from pipelines.packing import pack, positions
-from pipelines.references import hole_of, probe, source_of
+from pipelines.references import check_taken, hole_of
 from pipelines.weights import Lora
 
 
@@ -30,8 +30,7 @@ class Flux1Fill(Flux1):
     """
 
     pipeline_class = FluxFillPipeline
-    encodes_references = True
-    probes = (probe("a", 0.2), probe("b", 0.8))
+    takes = Takes(references=(1, 1), mask=True, kind="source")
 
     def __init__(
         self,
@@ -69,13 +68,16 @@ class Flux1Fill(Flux1):
             ValueError: a request comes with another number of pictures than one, or with a mask
                 that is missing, of another size or without a hole.
         """
+        check_taken(self, requests)
         sources = torch.cat([self._masked(request) for request in requests])
-        return {**super().encode([request.prompt for request in requests]), "source": sources}
+        return {**super().encode(requests), "source": sources}
 
     def _masked(self, request: Request) -> Tensor:
-        device = self.pipe.vae.device
-        picture = source_of(request)[:, 0].to(device, torch.float32)
-        hole = hole_of(request, self.height, self.width).to(device, torch.float32)
-        kept = (2 * covering(picture, self.height, self.width) - 1) * (1 - hole)
-        pixels = self.height // (2 * self.grid[0])
-        return torch.cat([self.latents(kept), pixel_unshuffle(hole, pixels)], 1)
+        """Return latents of the picture around the mask, and the mask, of one request."""
+        picture, device = request.references[0].read(), self.pipe.vae.device
+        assert request.mask is not None  # checked by now
+        hole = hole_of(request.mask, picture, self.height, self.width).to(device, torch.float32)
+        pixels = covering(picture.to(device, torch.float32), self.height, self.width)
+        side = self.height // (2 * self.grid[0])
+        known = self.latents((2 * pixels - 1) * (1 - hole))
+        return torch.cat([known, pixel_unshuffle(hole, side)], 1)

@@ -8,10 +8,10 @@ import torch
 from diffusers import FluxKontextPipeline
 from torch import Tensor
 
-from flowalign.types import Cond, Request
+from flowalign.types import Cond, Request, Takes
 from pipelines.flux1 import Flux1
 from pipelines.packing import pack, positions
-from pipelines.references import probe, source_of
+from pipelines.references import check_taken
 
 
 class Flux1Kontext(Flux1):
@@ -23,8 +23,7 @@ class Flux1Kontext(Flux1):
     """
 
     pipeline_class = FluxKontextPipeline
-    encodes_references = True
-    probes = (probe("a", 0.2), probe("b", 0.8))
+    takes = Takes(references=(1, 1), kind="source")
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
         return super().num_tokens(latent_shape, transformer) + prod(self.grid)
@@ -36,8 +35,9 @@ class Flux1Kontext(Flux1):
         Raises:
             ValueError: a request comes with another number of pictures than one.
         """
-        sources = torch.cat([self.embed(source_of(request)) for request in requests])
-        return {**super().encode([request.prompt for request in requests]), "source": sources}
+        check_taken(self, requests)
+        pictures = [request.references[0].read()[None] for request in requests]
+        return {**super().encode(requests), "source": torch.cat([*map(self.embed, pictures)])}
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:
         places = [positions(number, self.grid, x) for number in (0, 1)]

@@ -9,7 +9,7 @@ import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.framewise import windows
 from pipelines.schedules import sized_sigmas
@@ -82,11 +82,11 @@ class LTX(VideoPolicy):
         return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         with self.text_encoders():
             text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
-                list(prompts),
+                prompts_of(requests),
                 None,
                 guided,
                 max_sequence_length=self.max_sequence_length,

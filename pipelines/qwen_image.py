@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.packing import pack, unpack
 from pipelines.schedules import sized_sigmas
@@ -71,11 +71,11 @@ class QwenImage(DiffusersPolicy):
         return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        cond = self._read(list(prompts))
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        cond = self._read(prompts_of(requests))
         if self.guidance <= 1:
             return cond
-        empty = self._read([NEGATIVE] * len(prompts))
+        empty = self._read([NEGATIVE] * len(requests))
         return cond | {f"{name}_neg": value for name, value in empty.items()}
 
     def _read(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -114,9 +114,9 @@ class QwenImage(DiffusersPolicy):
         image = self.pipe.vae.decode((x * std + mean)[:, :, None], return_dict=False)[0]
         return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
-    def latents(self, pictures: Tensor) -> Tensor:
+    def latents(self, media: Tensor) -> Tensor:
         mean, std = self._channelwise()
-        z = self.pipe.vae.encode(pictures[:, :, None], return_dict=False)[0].mode()
+        z = self.pipe.vae.encode(media[:, :, None], return_dict=False)[0].mode()
         return (z[:, :, 0] - mean) / std
 
     def _channelwise(self) -> list[Tensor]:

@@ -13,11 +13,11 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
 from PIL import Image
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request
+from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
 from pipelines.packing import pack
 from pipelines.qwen_image import NEGATIVE, QwenImage, padded
-from pipelines.references import cropped, probe
+from pipelines.references import check_taken, cropped
 from pipelines.weights import Lora
 
 
@@ -36,8 +36,6 @@ class QwenImageEdit(QwenImage):
     """
 
     pipeline_class = QwenImageEditPlusPipeline
-    encodes_references = True
-    probes = (probe("a", 0.2), probe("b", 0.8))
 
     def __init__(
         self,
@@ -64,6 +62,7 @@ class QwenImageEdit(QwenImage):
         )
         self.max_references, self.reference_area = max_references, reference_area
         self.film = (reference_area,)
+        self.takes = Takes(references=(1, max_references), kind="source")
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
@@ -90,17 +89,13 @@ class QwenImageEdit(QwenImage):
         Raises:
             ValueError: a request has no picture, too many, or with them too many tokens.
         """
+        check_taken(self, requests)
         rows = [self._edit(request) for request in requests]
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
     def _edit(self, request: Request) -> dict[str, Tensor]:
         """Encode one request: the pipeline shows all pictures of a call with every prompt."""
-        count, proportion = len(request.references), self.width / self.height
-        if not 1 <= count <= self.max_references:
-            raise ValueError(
-                f"{request.prompt!r} comes with {count} references; "
-                f"policy.max_references allows 1 to {self.max_references}"
-            )
+        proportion = self.width / self.height
         pictures = [cropped(one, proportion) for one in request.references]
         width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
         shown = [self.pipe.image_processor.resize(p, height, width) for p in pictures]
@@ -108,7 +103,7 @@ class QwenImageEdit(QwenImage):
         if self.guidance > 1:
             empty = self._show(NEGATIVE, shown)
             cond |= {f"{name}_neg": value for name, value in empty.items()}
-        number = torch.tensor([count], device=self.denoiser.device)
+        number = torch.tensor([len(pictures)], device=self.denoiser.device)
         return cond | {"sources": self._sources(pictures), "count": number}
 
     def _show(self, prompt: str, pictures: list[Image.Image]) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.signal import (
     best_weights,
     crossed,
@@ -111,14 +111,14 @@ def probe(
     recipe, learner, rewards, costs = opened(run)
     if weights:
         run.policy.load_weights(weights)
-    prompts = Prompts(read_prompts(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed)
+    requests = Requests(read_requests(recipe.prompts), run.seed)
+    loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed)
     gradients: list[dict[int, Tensor]] = []
     own: dict[int, float] = {}
     before, start = replace(costs), time.perf_counter()
     keep, is_projected = _keeper(learner, batches * recipe.sampling.num_steps)
     for i in range(batches):
-        chosen = prompts.batch(i, recipe.prompts_per_step)
+        chosen = requests.batch(i, recipe.prompts_per_step)
         batch = credited(recipe, learner, loop, rollout(recipe, learner, chosen, run.seed, i))
         own |= {k: float(w) for k, w in enumerate(batch.weight) if batch.global_mask[:, k].any()}
         gradients.append({k: keep(g) for k, g in gradients_of_steps(recipe, learner, batch)})

@@ -7,12 +7,13 @@ import torch
 
 from flowalign.cli.main import main
 from flowalign.cli.probe import overlay
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.runs import probe as module
 from flowalign.runs.config import load
 from flowalign.runs.probe import gradients_of_steps, probe
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.small_run import new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
@@ -23,7 +24,7 @@ SHAPES = "configs/shapes.yaml"
 def one_batch(step_weight="uniform", micro_batch=5):
     recipe = new_recipe(step_weight=step_weight, micro_batch=micro_batch)
     learner = new_learner()
-    trajectory = rollout(recipe, learner, Prompts(PROMPTS, 3).batch(0, 3), 0, 0)
+    trajectory = rollout(recipe, learner, Requests(plain_requests(PROMPTS), 3).batch(0, 3), 0, 0)
     values = completion_values(recipe, learner, new_rewards(), trajectory)
     return recipe, learner, credited(recipe, learner, values)[0]
 

@@ -10,7 +10,7 @@ from flowalign.types import Request
 from pipelines.flux1_kontext import Flux1Kontext
 from pipelines.weights import Lora
 from tests.fixtures.embedded import move
-from tests.fixtures.families import assert_official, noise, ours
+from tests.fixtures.families import assert_official, noise, ours, without_gradient
 from tests.fixtures.pictures import EDITS, picture
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_a_picture_of_another_size_is_resized_and_cropped_to_the_policy_s(plain_
 @pytest.mark.parametrize("count", [0, 2])
 def test_another_number_of_pictures_than_one_is_refused(plain_kontext, count):
     edit = Request("make it red", (picture(1), picture(2))[:count])
-    with pytest.raises(ValueError, match=f"'make it red' comes with {count} references"):
+    with pytest.raises(ValueError, match=f"Flux1Kontext takes 1 source .* has {count}"):
         plain_kontext.encode([EDITS[0], edit])
 
 
@@ -98,3 +98,7 @@ def test_the_pipeline_of_plain_diffusers_makes_the_picture_of_the_trained_policy
     fresh.pipe = FluxKontextPipeline.from_pretrained(kontext.path)
     fresh.pipe.load_lora_weights(tmp_path)
     assert torch.equal(kontext.official(fresh, EDITS, noise(policy), 3, "pt"), official)
+
+
+def test_a_gradient_reaches_every_layer_of_the_adapter(kontext):
+    assert without_gradient(kontext.new(), kontext.prompts) == set()

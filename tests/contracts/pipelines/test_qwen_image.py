@@ -3,9 +3,16 @@
 import pytest
 import torch
 
+from flowalign.types import plain_requests
 from pipelines.qwen_image import QwenImage, with_norm_of
 from tests.fixtures.embedded import move
-from tests.fixtures.families import assert_official, assert_one_time_per_row, noise, official_qwen
+from tests.fixtures.families import (
+    assert_official,
+    assert_one_time_per_row,
+    noise,
+    official_qwen,
+    without_gradient,
+)
 from tests.fixtures.tiny_qwen_image import build_qwen
 
 pytestmark = pytest.mark.slow
@@ -37,8 +44,8 @@ def test_guidance_changes_the_velocity_at_two_evaluations(qwen, plain_qwen):
     policy = qwen.new(guidance=4.0)
     x, sigma = noise(policy), torch.tensor(0.5)
     with torch.no_grad():
-        guided = policy.velocity(x, sigma, policy.encode(qwen.prompts))
-        plain = plain_qwen.velocity(x, sigma, plain_qwen.encode(qwen.prompts))
+        guided = policy.velocity(x, sigma, policy.encode(plain_requests(qwen.prompts)))
+        plain = plain_qwen.velocity(x, sigma, plain_qwen.encode(plain_requests(qwen.prompts)))
     assert (guided - plain).abs().max() > 1e-3
     assert (policy.evaluations_per_velocity, plain_qwen.evaluations_per_velocity) == (2, 1)
 
@@ -49,7 +56,7 @@ def test_rows_of_different_times_are_the_rows_alone_with_guidance(qwen):
 
 def test_conditions_have_one_length_and_a_mask_whatever_is_encoded_together(plain_qwen, qwen):
     """The pipeline pads to the longest prompt of a call, and has no mask without padding."""
-    together, alone = plain_qwen.encode(qwen.prompts), plain_qwen.encode(qwen.prompts[:1])
+    together, alone = (plain_qwen.encode(plain_requests(qwen.prompts[:n])) for n in (2, 1))
     assert together["text"].shape == (2, 256, 48)
     assert together["mask"].dtype == torch.bool
     lengths = together["mask"].sum(1).tolist()
@@ -59,7 +66,7 @@ def test_conditions_have_one_length_and_a_mask_whatever_is_encoded_together(plai
 
 
 def test_what_stands_in_padding_changes_nothing(plain_qwen, qwen):
-    cond, x = plain_qwen.encode(qwen.prompts), noise(plain_qwen)
+    cond, x = plain_qwen.encode(plain_requests(qwen.prompts)), noise(plain_qwen)
     noisy = dict(cond, text=cond["text"].clone())
     noisy["text"][~cond["mask"]] = 7.0
     with torch.no_grad():
@@ -70,7 +77,7 @@ def test_what_stands_in_padding_changes_nothing(plain_qwen, qwen):
 def test_a_longer_prompt_is_cut_as_in_the_official_pipeline(qwen):
     policy = qwen.new(max_sequence_length=180)
     long = [f"{prompt}, {'and more of it ' * 9}" for prompt in qwen.prompts]
-    assert policy.encode(long)["mask"].all()
+    assert policy.encode(plain_requests(long))["mask"].all()
     assert_official(qwen, policy, long, num_steps=2)
 
 
@@ -82,13 +89,11 @@ def test_the_schedule_is_the_official_one_and_ends_at_the_stretched_sigma(qwen, 
     assert plain_qwen.schedule(1).tolist() == [1.0, 0.0]
 
 
-def test_latents_of_a_picture_are_normalised_by_the_statistics_of_the_autoencoder(plain_qwen):
-    media = torch.rand(2, 1, 3, 48, 64, generator=torch.Generator().manual_seed(1))
-    vae = plain_qwen.pipe.vae
-    with torch.no_grad():
-        raw = vae.encode(2 * media.transpose(1, 2) - 1).latent_dist.mode()[:, :, 0]
-    channels = torch.arange(16.0)[:, None, None] / 10
-    torch.testing.assert_close(plain_qwen.embed(media), (raw - channels) / (1 + channels))
+def test_a_gradient_reaches_the_adapter_but_for_what_only_makes_the_last_text(qwen):
+    """Nothing reads the text tokens that the last block makes of their queries."""
+    found = without_gradient(qwen.new(guidance=2.0), qwen.prompts)
+    unread = "transformer_blocks.1.attn"
+    assert found == {f"{unread}.add_q_proj", f"{unread}.to_add_out"}
 
 
 def test_a_network_with_guidance_as_an_input_is_refused(tmp_path):

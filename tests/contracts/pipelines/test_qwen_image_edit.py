@@ -73,7 +73,7 @@ def test_pictures_reach_the_network_and_the_text_encoder_and_the_negative_prompt
 @pytest.mark.parametrize("count", [0, 3])
 def test_fewer_pictures_than_one_and_more_than_the_policy_takes_are_refused(plain_edit, count):
     edit = Request("make it red", (picture(1),) * count)
-    with pytest.raises(ValueError, match=f"comes with {count} references; .*allows 1 to 2"):
+    with pytest.raises(ValueError, match=f"takes 1 to 2 source references, .* has {count}"):
         plain_edit.encode([edit])
 
 
