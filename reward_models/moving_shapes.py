@@ -199,9 +199,7 @@ class _Frames:
 
     def clean(self, f: int) -> bool:
         """Return whether the objects are well formed, and there is little else."""
-        i, keep = self.first + f, self.present(f)
-        quality = self.objects.fit[i, keep] * self.objects.purity[i, keep]
-        return bool((quality >= 0.6).all()) and float(self.objects.dirt[i]) <= 0.1
+        return self.objects.well_formed(self.first + f)
 
 
 def _compare(actors: tuple[Actor, ...], clip: _Frames, still: float) -> tuple[float, ...]:

@@ -104,6 +104,26 @@ class Objects:
     dirt: Float[Tensor, "n"]
     """Share of the foreground that belongs to no object."""
 
+    def kinds(self, i: int) -> list[tuple[str, str]]:
+        """Return colour and shape of every object in image i."""
+        keep, colours = self.present[i], list(COLOURS)
+        both = zip(self.colour[i, keep].tolist(), self.shape[i, keep].tolist(), strict=True)
+        return [(colours[colour], SHAPES[shape]) for colour, shape in both]
+
+    def quality(self, i: int) -> Float[Tensor, "m"]:
+        """Return how flat and well formed each object of image i is, in [0, 1]."""
+        keep = self.present[i]
+        return self.fit[i, keep] * self.purity[i, keep]
+
+    def clean(self, i: int) -> float:
+        """Return how flat, well formed and free of dirt the objects of image i are; 0 of none."""
+        quality = self.quality(i)
+        return float(quality.mean() * (1 - self.dirt[i])) if len(quality) else 0.0
+
+    def well_formed(self, i: int) -> bool:
+        """Return whether all objects of image i are good enough, and there is little else."""
+        return bool((self.quality(i) >= 0.6).all()) and float(self.dirt[i]) <= 0.1
+
 
 def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     """Segment images in [0, 1] by distance from the background and describe each region."""
@@ -235,23 +255,17 @@ class ShapesVerifier(RewardModel):
 
 def _compare(scene: Scene, objects: Objects, i: int) -> tuple[float, ...]:
     """Compute the six dimensions of image i."""
-    keep = objects.present[i].nonzero().flatten().tolist()
-    colours, shapes = list(COLOURS), SHAPES
-    found = [(colours[int(objects.colour[i, j])], shapes[int(objects.shape[i, j])]) for j in keep]
+    found = objects.kinds(i)
     if not found:
         return (0.0,) * 6
     most = max(len(found), len(scene.objects))
     colour = _shared([c for c, _ in found], [c for c, _ in scene.objects]) / most
     shape = _shared([s for _, s in found], [s for _, s in scene.objects]) / most
     count = 1 - abs(len(found) - len(scene.objects)) / most
-    position = _position(scene, found, objects.centre[i, keep])
-    quality = objects.fit[i, keep] * objects.purity[i, keep]
-    clean = float(quality.mean() * (1 - objects.dirt[i]))
+    position = _position(scene, found, objects.centre[i, objects.present[i]])
     bound = _shared(found, list(scene.objects)) == most
-    strict = (
-        bound and position == 1 and float(quality.min()) >= 0.6 and float(objects.dirt[i]) <= 0.1
-    )
-    return colour, shape, count, position, clean, float(strict)
+    strict = bound and position == 1 and objects.well_formed(i)
+    return colour, shape, count, position, objects.clean(i), float(strict)
 
 
 def _shared(found: list, asked: list) -> int:
@@ -266,11 +280,21 @@ def _position(scene: Scene, found: list[tuple[str, str]], centre: Float[Tensor, 
     if pair is None:
         return 0.0
     dx, dy = (centre[pair[0]] - centre[pair[1]]).tolist()
-    step_x, step_y = RELATIONS[scene.relation]
-    along, across = dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
-    if along >= _MIN_OFFSET and along >= 0.8 * across:
+    if holds(scene.relation, dx, dy):
         return 1.0
-    return 0.5 * min(max((along + 16) / 32, 0.0), 1.0)
+    return 0.5 * min(max((along(scene.relation, dx, dy)[0] + 16) / 32, 0.0), 1.0)
+
+
+def holds(relation: str, dx: float, dy: float) -> bool:
+    """Return whether something this far from another, in pixels, stands in that relation to it."""
+    forth, across = along(relation, dx, dy)
+    return forth >= _MIN_OFFSET and forth >= 0.8 * across
+
+
+def along(relation: str, dx: float, dy: float) -> tuple[float, float]:
+    """Return how far an offset goes in the relation's direction, and across it."""
+    step_x, step_y = RELATIONS[relation]
+    return dx * step_x + dy * step_y, abs(dx * step_y + dy * step_x)
 
 
 def _match(

@@ -23,7 +23,7 @@ from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.media.media import Media
-from flowalign.types import plain_requests
+from flowalign.types import Request, plain_requests
 from tests.fixtures.pixel import PixelPolicy
 
 LATENT, TEXT = (16, 64, 64), (154, 4096)
@@ -40,11 +40,11 @@ class Wide(PixelPolicy):
         """Return noise that depends on the image's mean."""
         return media.mean((1, 2, 3, 4)).reshape(-1, 1, 1, 1) + torch.rand(len(media), *LATENT)
 
-    def encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def encode(self, requests: Sequence[Request]) -> dict[str, Tensor]:
         """Return noise of the sizes of SD3.5's embeddings."""
         return {
-            "text": torch.rand(len(prompts), *TEXT).to(self.dtype),
-            "pooled": torch.rand(len(prompts), 2048).to(self.dtype),
+            "text": torch.rand(len(requests), *TEXT).to(self.dtype),
+            "pooled": torch.rand(len(requests), 2048).to(self.dtype),
         }
 
 

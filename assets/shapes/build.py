@@ -45,9 +45,13 @@ T5_LENGTHS = (1, 256)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a whole-word tokenizer; `<eos>` is not id 2, which CLIP treats specially."""
+    """Return the tokenizer of this world's prompts."""
     words = {w for c in COUNTS for o in COLOURS for s in SHAPES for w in phrase(c, o, s).split()}
-    words |= {w for r in RELATIONS for w in r.split()}
+    return whole_words(words | {w for r in RELATIONS for w in r.split()}, 12)
+
+
+def whole_words(words: set[str], length: int) -> PreTrainedTokenizerFast:
+    """Return a whole-word tokenizer; `<eos>` is not id 2, which CLIP treats specially."""
     vocab = {w: i for i, w in enumerate(["<pad>", "<bos>", "<unk>", "<eos>", *sorted(words)])}
     core = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -60,7 +64,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
         eos_token="<eos>",
         unk_token="<unk>",
         pad_token="<pad>",
-        model_max_length=12,
+        model_max_length=length,
     )
 
 
@@ -232,9 +236,7 @@ def train_flow(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
-        decay = min(0.999, (1 + step) / (10 + step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
+        follow(average, trained, step)
         average_loss += 0.01 * (float(loss) - average_loss)
         if step % 200 == 0:
             log("flow", step, args.steps, start, average_loss)
@@ -242,6 +244,13 @@ def train_flow(
             break
     trained.load_state_dict(average.state_dict())
     trained.eval()
+
+
+@torch.no_grad()
+def follow(average: nn.Module, trained: nn.Module, step: int) -> None:
+    """Move averaged weights towards the trained ones, faster in the first steps."""
+    decay = min(0.999, (1 + step) / (10 + step))
+    torch._foreach_lerp_(list(average.parameters()), list(trained.parameters()), 1 - decay)
 
 
 @torch.no_grad()

@@ -36,7 +36,7 @@ def ranks(scores: Tensor) -> dict[str, list[int]]:
 
 def draw(policy: SD3, prompts: list[str], count: int, purpose: str, steps: int) -> Tensor:
     """Generate images [prompts, count, 3, 32, 32] with the deterministic sampler."""
-    repeated = [p for p in prompts for _ in range(count)]
+    repeated = plain_requests(p for p in prompts for _ in range(count))
     seeds = [generator(0, purpose, i) for i in range(len(repeated))]
     latents = generate(policy, repeated, steps, seeds, 128)
     pictures = torch.cat([policy.decode(x)[:, 0] for x in latents.split(128)])

@@ -4,6 +4,7 @@ Run as a script to write `prompts/{train,seen,unseen}.txt`.
 """
 
 import random
+from collections.abc import Sequence
 from itertools import combinations, permutations, product
 from pathlib import Path
 
@@ -54,18 +55,28 @@ def render(prompt: str, generator: torch.Generator) -> Tensor:
     scene = parse(prompt)
     while (placed := _place(scene, generator)) is None:
         pass
+    paint = [_uniform(0.95, 1.05, generator) for _ in placed]
+    return draw(scene.objects, placed, paint)
+
+
+def draw(
+    objects: Sequence[tuple[str, str]],
+    placed: Sequence[tuple[float, float, float]],
+    paint: Sequence[float],
+) -> Tensor:
+    """Draw objects of a colour and shape, each at its x, y and radius and with its brightness."""
     n = SIZE * _SUPERSAMPLE
     axis = (torch.arange(n) + 0.5) / _SUPERSAMPLE
     picture = torch.tensor(BACKGROUND, dtype=torch.float32)[:, None, None].repeat(1, n, n)
-    for (colour, shape), (x, y, r) in zip(scene.objects, placed, strict=True):
+    for (colour, shape), (x, y, r), brightness in zip(objects, placed, paint, strict=True):
         dx, dy = axis[None, :] - x, axis[:, None] - y
         inside = {
             "circle": dx**2 + dy**2 <= r**2,
             "square": (dx.abs() <= 0.9 * r) & (dy.abs() <= 0.9 * r),
             "triangle": (dy.abs() <= r) & (dx.abs() <= (dy + r) / 2 * 1.1),
         }[shape]
-        paint = torch.tensor(COLOURS[colour], dtype=torch.float32) * _uniform(0.95, 1.05, generator)
-        picture = torch.where(inside, paint[:, None, None], picture)
+        filled = torch.tensor(COLOURS[colour], dtype=torch.float32) * brightness
+        picture = torch.where(inside, filled[:, None, None], picture)
     small = torch.nn.functional.avg_pool2d(picture[None], _SUPERSAMPLE)[0]
     return (small / 255).clamp(0, 1)
 

@@ -5,7 +5,7 @@
 
 Every stage is a function of the library, called as flowalign/training/policy_gradient does it:
 
-    prompts -> trajectory -> values -> credit -> advantages -> loss -> update
+    requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
 What `flowalign train configs/models/shapes.yaml` adds, and why it is left out here:
 
@@ -26,7 +26,7 @@ from functools import partial
 import torch
 
 from flowalign.credit import Outcome
-from flowalign.data import Prompts, read_prompts
+from flowalign.data import Requests, read_requests
 from flowalign.distributed.processes import join
 from flowalign.functional import Completion
 from flowalign.functional.advantage import advantages
@@ -67,7 +67,7 @@ sampling = Sampling(
 )
 credit_method = Outcome()
 algorithm = GRPO(PPOClip(clip=1e-2))
-prompts = Prompts(read_prompts("assets/shapes/prompts/train.txt"), args.seed)
+requests = Requests(read_requests("assets/shapes/prompts/train.txt"), args.seed)
 
 
 def measure() -> dict[str, float]:
@@ -81,11 +81,11 @@ def measure() -> dict[str, float]:
 
 before, start = measure(), time.perf_counter()
 for step in range(args.steps):
-    # prompts -> trajectory. The noise of a prompt follows from seed, step and its position.
-    texts = prompts.batch(step, 8)
+    # requests -> trajectory. The noise of a request follows from seed, step and its position.
+    asked = requests.batch(step, 8)
     window = sampling.sde_window.steps(6, step, generator(args.seed, "window", step))
-    noise = [generator(args.seed, "noise", step, i) for i in range(len(texts))]
-    trajectory = sample(policy, texts, sampling, window, noise)
+    noise = [generator(args.seed, "noise", step, i) for i in range(len(asked))]
+    trajectory = sample(policy, asked, sampling, window, noise)
 
     # trajectory -> values -> credit. `Outcome` asks for the value of the last state alone, which
     # is the reward of the finished image; earlier states would be completed by `complete`.

@@ -15,9 +15,11 @@ def stochastic_steps(trajectory: Trajectory) -> list[int]:
 
     ODE steps need no value of their own: state k + 1 after step k has the value of the next
     stochastic state, or the outcome, because the rollout itself finished it up to there. Values at
-    [*steps, T] therefore cover a chain.
+    [*steps, T] therefore cover a chain. What stochastic steps that are not trained add to a value
+    is credited to the trained step before them.
     """
     stochastic = trajectory.eta > 0
+    stochastic[:, list(trajectory.untrained)] = False
     if (stochastic != stochastic[:1]).any():
         raise ValueError(
             "credit along a chain needs the same stochastic steps in every sample; "

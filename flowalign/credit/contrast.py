@@ -1,7 +1,6 @@
 """Train only the best and the worst of siblings, and only if they stand out.
 
-Source: B2-DiffuRL, arXiv:2503.11240, and its code; its scores are also compared with those of the
-last eight stages, ours with those of the prompt's present samples only.
+Source: B2-DiffuRL, arXiv:2503.11240, and its code.
 """
 
 from dataclasses import dataclass
@@ -12,8 +11,14 @@ from torch import Tensor
 
 from flowalign.credit.groups import per_prompt_and_step
 from flowalign.functional.advantage import compared
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
-from flowalign.utils.ranges import NonNegativeFloat
+from flowalign.types import (
+    CreditEstimator,
+    PastOutcomes,
+    StepCredit,
+    Trajectory,
+    ValueFunction,
+)
+from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt
 
 
 def contrast(
@@ -36,6 +41,19 @@ def contrast(
     return kept
 
 
+def scores(
+    outcome: Float[Tensor, "n R"],
+    group: Int[Tensor, "n"],
+    known: PastOutcomes | None,
+    group_size: int,
+) -> Float[Tensor, "n R"]:
+    """Compare outcomes with those of their prompt, present and past."""
+    if known is None:
+        return compared(outcome, group)
+    everything = torch.cat([outcome, known.value])
+    return compared(everything, torch.cat([group, group[known.prompt * group_size]]))[: len(group)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Contrast(CreditEstimator):
     """All steps of a sample earn its score if it is the best or worst of its initial noise.
@@ -46,6 +64,9 @@ class Contrast(CreditEstimator):
 
     threshold: NonNegativeFloat = 0.5
     """Smallest size of a score that is kept, in standard deviations of the prompt's outcomes."""
+    history: NonNegativeInt = 0
+    """Number of earlier steps of the loop whose outcomes of the same prompt count in mean and
+    deviation. B2-DiffuRL: 8 stages."""
 
     def __post_init__(self) -> None:
         """Reject a negative threshold."""
@@ -61,6 +82,8 @@ class Contrast(CreditEstimator):
                 "set recipe.sampling.seeds_per_prompt to 1"
             )
         outcome = values([trajectory.num_steps])[:, 0]
-        kept = contrast(compared(outcome, prompt[:, -1]), family, self.threshold)
+        known = values.past(self.history) if self.history else None
+        score = scores(outcome, prompt[:, -1], known, trajectory.group_size)
+        kept = contrast(score, family, self.threshold)
         value = kept[:, None].expand(-1, trajectory.num_steps, -1)
         return StepCredit(value, prompt, trajectory.trained & (value != 0).any(-1), normalised=True)

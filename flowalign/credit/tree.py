@@ -27,7 +27,7 @@ class LeafAdvantage(CreditEstimator):
 
     def __call__(self, trajectory: Trajectory, values: ValueFunction) -> StepCredit:
         """Compare the outcomes and fuse their advantages; raise ValueError without shared steps."""
-        if bool((trajectory.trained == (trajectory.eta > 0).cpu()).all()):
+        if not bool((trajectory.shared & trajectory.trained.any(0)).any()):
             raise ValueError(
                 "credit by trees needs samples that share transitions: set "
                 "recipe.sampling.branching to flowalign.sampling.Tree"

@@ -70,10 +70,15 @@ class Processes:
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = [p.grad for p in parameters if p.grad is not None]
-        flat = torch.cat([g.flatten() for g in grads])
-        dist.all_reduce(flat)
+        flat = self.sum(torch.cat([g.flatten() for g in grads]))
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over ranks in place, and return it."""
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 class Moments(NamedTuple):
@@ -45,6 +46,30 @@ def moments(products: Float[Tensor, "B K B K"]) -> Moments:
     return Moments(signal, within / count - signal)
 
 
+def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float]) -> Moments:
+    """Estimate signal and noise of one batch without bias from its two independent halves.
+
+    Their gradients add up to the batch's; each has the expectation share * m_k, where the share is
+    that of its samples.
+    """
+    first, second = halves
+    whole = first + second
+    between = (first @ second.T).double() / (shares[0] * shares[1])
+    signal = (between + between.T) / 2
+    return Moments(signal, (whole @ whole.T).double() - signal)
+
+
+def projected(
+    vector: Float[Tensor, "p"], signs: Bool[Tensor, "p"], size: int
+) -> Float[Tensor, "q"]:
+    """Add each entry, negated where its sign is False, to one of `size` sums.
+
+    With random signs, inner products keep their expectation and gain noise.
+    """
+    signed = torch.where(signs, vector, -vector)
+    return pad(signed, (0, -len(vector) % size)).view(-1, size).sum(0)
+
+
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
     """Return the squared signal to noise of a batch whose steps have these weights."""
     return (weights @ found.signal @ weights) / (weights @ found.noise @ weights)
@@ -66,6 +91,19 @@ def best_weights(found: Moments) -> Float[Tensor, "K"]:
             return weights
         kept[kept.nonzero()[solved.argmin(), 0]] = False
     return weights
+
+
+def above_noise(found: Moments) -> Moments:
+    """Return the same noise, and of the signal what stands out from the error of its estimate.
+
+    In units of each step's noise the estimate has eigenvalues, which truly are 0 or above: the
+    lowest says how far they are off, and all are lowered by as much, down to 0.
+    """
+    unit = found.noise.diagonal().clamp(min=torch.finfo(found.noise.dtype).tiny).sqrt()
+    values, vectors = torch.linalg.eigh(found.signal / (unit[:, None] * unit))
+    kept = (values + values[:1].clamp(max=0)).clamp(min=0)
+    signal = (vectors * kept) @ vectors.T * (unit[:, None] * unit)
+    return Moments(signal, found.noise)
 
 
 def crossed(products: Float[Tensor, "B K B K"]) -> Float[Tensor, ""]:

@@ -32,19 +32,6 @@ def reward_clip(
     return low + (high - low) * (sensitivity * advantage.abs()).tanh()
 
 
-def travelled_mse(
-    mean: Float[Tensor, "n *latent"],
-    x_next: Float[Tensor, "n *latent"],
-    sensitivity: Float[Tensor, "n"],
-) -> Float[Tensor, "n"]:
-    """Return mean((v - v_travelled)^2), where v_travelled is the velocity whose mean is x_next.
-
-    mean - x_next = sensitivity (v - v_travelled) with sensitivity = d mean / d v, so it costs no
-    evaluation of the network.
-    """
-    return _square(mean, x_next) / sensitivity**2
-
-
 def ratio_norm(
     log_ratio: Float[Tensor, "n"],
     mean: Float[Tensor, "n *latent"],

@@ -212,6 +212,23 @@ def mean_sensitivity(
     return kernel.coefficients(sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
 
 
+def travelled_velocity(
+    kernel: Kernel,
+    x: Float[Tensor, "n *latent"],
+    x_next: Float[Tensor, "n *latent"],
+    sigmas: Float[Tensor, "S"],
+    k: int,
+    eta: Float[Tensor, "n"],
+) -> Float[Tensor, "n *latent"]:
+    """Return the velocity for which x_next is the mean of the step from x.
+
+    The mean is linear in the velocity with slope `mean_sensitivity`, so it costs no evaluation of
+    the network.
+    """
+    still = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).mean
+    return (x_next - still) / _as(mean_sensitivity(kernel, sigmas, k, eta), x)
+
+
 def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients:
     std = g * (sigma - following).sqrt()
     return Coefficients(following - std**2 / (2 * sigma), std)

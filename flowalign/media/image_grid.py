@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 
 from flowalign.media.encode import CLIPS, write_clip
 from flowalign.media.thumbnails import bytes_of, first_to_last
@@ -47,8 +48,22 @@ def grid(pictures: Float[Tensor, "n 3 H W"], columns: int) -> Float[Tensor, "3 h
     from torchvision.utils import make_grid
 
     if len(pictures) == 1:  # to which make_grid adds nothing
-        return torch.nn.functional.pad(pictures[0], [PADDING] * 4)
+        return pad(pictures[0], [PADDING] * 4)
     return make_grid(pictures, nrow=columns, padding=PADDING)
+
+
+def fitted(
+    picture: Float[Tensor, "3 _ _"], height: int, width: int
+) -> Float[Tensor, "3 height width"]:
+    """Return a picture resized to fit into a size, with black around it."""
+    h, w = picture.shape[1:]
+    scale = min(height / h, width / w)
+    size = max(1, round(h * scale)), max(1, round(w * scale))
+    if size != (h, w):
+        resized = interpolate(picture[None], size, mode="bilinear", antialias=True)
+        picture = resized[0]
+    top, left = (height - size[0]) // 2, (width - size[1]) // 2
+    return pad(picture, [left, width - size[1] - left, top, height - size[0] - top])
 
 
 def write_picture(path: Path, picture: Float[Tensor, "3 h w"], alone: bool = False) -> None:

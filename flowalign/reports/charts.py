@@ -64,6 +64,7 @@ def panels(series: Lines, weights: Mapping[str, float] | None = None) -> list[Pa
         Panel("Held out: optimised and watched", "change", _changes(series, weights), _points),
         *_evaluation(series),
         *_preference(series),
+        *_steps(series),
         Panel("Ratio of new to old policy", "ratio - 1", ratio, _band),
         Panel("Clipped transitions", "share", clips, _curves),
         Panel("KL to the reference", "KL", pick(kl="kl"), _curves),
@@ -127,6 +128,16 @@ def _evaluation(series: Lines) -> list[Panel]:
             split, _, dim = name[5:].rpartition("/")
             dims.setdefault(dim, {})[split or "all"] = line
     return [Panel(f"Held-out {dim}", "score", lines, _points) for dim, lines in dims.items()]
+
+
+def _steps(series: Lines) -> list[Panel]:
+    found = []
+    for what, unit in (("weight", "mean 1"), ("signal", "squared mean"), ("noise", "mean square")):
+        names = [name for name in series if name.startswith(f"step_{what}/")]
+        steps = sorted(int(name.rpartition("/")[2]) for name in names)
+        lines = {f"step {k}": series[f"step_{what}/{k}"] for k in steps}
+        found.append(Panel(f"{what.capitalize()} of denoising steps", unit, lines, _ordered))
+    return found
 
 
 def style() -> dict[Any, Any]:
@@ -209,6 +220,16 @@ def _curves(axes: Any, lines: Lines) -> None:
     """Draw quantities whose zero means something; mark few points, or one would not show."""
     for label, line in lines.items():
         axes.plot(*_arrays(line), label=label, marker="o" if len(line) < 3 else None, markersize=4)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+
+
+def _ordered(axes: Any, lines: Lines) -> None:
+    """Draw lines that have an order, in colours from dark to light."""
+    from matplotlib import colormaps
+
+    shades = colormaps["viridis"](np.linspace(0, 0.9, len(lines)))
+    for (label, line), colour in zip(lines.items(), shades, strict=True):
+        axes.plot(*_arrays(line), label=label, color=colour, marker="o", markersize=2)
     axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
 
 

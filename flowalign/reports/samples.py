@@ -29,6 +29,8 @@ class Card:
     pictures: list[tuple[int, str]]
     strips: list[tuple[int, str]]
     scores: list[Line]
+    source: str
+    """Picture that came with the prompt; empty if none did."""
 
 
 def samples(folder: Path) -> dict[str, Any]:
@@ -53,7 +55,7 @@ def samples(folder: Path) -> dict[str, Any]:
         lines = card(scores, i, judged)
         lines.sort(key=lambda line: line.name != leading(judged))  # the verdict first
         shown = (moving, pictures) if fps else (pictures, [])
-        cards.append(Card(prompt, *shown, lines))
+        cards.append(Card(prompt, *shown, lines, _source(folder, i)))
     small = size[1] <= _LOW if fps else max(size) <= _SMALL
     return {"steps": list(grids), "cards": cards, "pixelated": small, "fps": fps}
 
@@ -70,6 +72,12 @@ def _moving(folder: Path, step: int, number: int) -> str:
     """Return a clip as a data URL, as it was written for pages; empty if it is missing."""
     file = folder / f"step-{step:06}" / f"{number:03}.webp"
     return data_address("webp", file.read_bytes()) if file.is_file() else ""
+
+
+def _source(folder: Path, number: int) -> str:
+    """Return the source that came with a sample's prompt as a data URL; empty if none did."""
+    file = folder / "sources" / f"{number:03}.png"
+    return data_address("png", file.read_bytes()) if file.is_file() else ""
 
 
 def _first_grid(folder: Path, steps: Sequence[int]) -> tuple[int, Image.Image] | None:

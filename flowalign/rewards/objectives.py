@@ -17,7 +17,7 @@ from flowalign.functional.combine import (
 )
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
-from flowalign.types import ValueFunction
+from flowalign.types import PastOutcomes, ValueFunction
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
@@ -76,6 +76,13 @@ class TransformedValues(ValueFunction):
         """Return the values of states ks, transformed. See `ValueFunction`."""
         values = self.values(ks, how)
         return self.transform(values, self.dims) if self.transform else values
+
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        """Return earlier outcomes, transformed."""
+        known = self.values.past(num_steps)
+        if known is None or self.transform is None:
+            return known
+        return known._replace(value=self.transform(known.value, self.dims))
 
 
 @dataclass(frozen=True, kw_only=True)

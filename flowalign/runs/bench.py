@@ -41,7 +41,10 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
             times["sample"], lambda i=i: rollout(recipe, learner, batch, run.seed, i)
         )
         trained = _timed(times["reward"], lambda t=trajectory: credited(recipe, learner, loop, t))
-        _timed(times["update"], lambda b=trained, i=i: update(recipe, learner, b, run.seed, i))
+        _timed(
+            times["update"],
+            lambda b=trained, i=i: update(recipe, learner, b, run.seed, i, loop.steps),
+        )
         _timed(times["floor"], lambda t=trajectory: _bare(recipe, run.policy, t))
         learner.optimizer.zero_grad(set_to_none=True)  # the floor's gradients are not used
     result = {f"seconds/{name}": sorted(values)[len(values) // 2] for name, values in times.items()}
@@ -98,11 +101,11 @@ def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> Non
         for size in (sampling.micro_batch, recipe.micro_batch)
         for i in range(0, len(x), size)
     ]
-    trained = (trajectory.eta.amax(0) > 0).nonzero().flatten().tolist()
+    trained = trajectory.trained.any(0).nonzero().flatten().tolist()
     cost = evaluations(recipe, trained)
     num_sampling = -(-len(x) // sampling.micro_batch)
     with torch.no_grad():
-        total = cost["sampling"] + cost["completing"] + cost["reference"]
+        total = cost["sampling"] + cost["completing"] + cost["reference"] + cost["ratios"]
         for part, c in _full(inputs[:num_sampling], total * recipe.prompts_per_step):
             policy.velocity(part, sigma, c)
     for part, c in _full(inputs[num_sampling:], cost["training"] * recipe.prompts_per_step):

@@ -27,6 +27,8 @@ def _what(lines: Sequence[str], has_key: bool) -> str:
     """Return what is wrong: if its key is known, the innermost line that says anything."""
     wrong = [line for line in lines if not _NOISE.match(line) and not _KEY.match(line)]
     what = (wrong[-1] if has_key else "\n".join(wrong)) if wrong else lines[0]
+    if what.startswith("Expected a dot import path"):  # or one of some words
+        what = next((line for line in wrong if line.startswith("Expected a typing.Literal")), what)
     given = next((line[13:] for line in lines if line.startswith("Given value: ")), what)
     if what.startswith(_NO_GROUP) and not given.startswith("{") and "Got value" not in what:
         value = given.removeprefix("Unable to load config ").strip("'")
@@ -61,6 +63,8 @@ def _did_you_mean(message: str, key: str, parser: ArgumentParser) -> str | None:
     if found := re.search(r"module '([\w.]+)' has no attribute '(\w+)'", message):
         return _nearest(found[2], dir(importlib.import_module(found[1])))
     if option := _unknown_option(message):
+        if option.rpartition(".")[2] == "images" and "WanI2V" in message:
+            return "a first frame is the field `image` of each row of the prompts file today"
         paths = re.findall(r"class_path '([\w.]+)'", message)
         known = options(parser_of(paths[-1]) if paths else parser)
         return _nearest(option, [_inside(key, name) for name in known], key)

@@ -7,6 +7,7 @@ after a kill the same request continues, and makes the same files.
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from flowalign.distributed.processes import join
 from flowalign.media.encode import CLIPS, write_clip
-from flowalign.media.image_grid import PICTURE_FILES, write_grid, write_picture
+from flowalign.media.image_grid import PICTURE_FILES, fitted, write_grid, write_picture
 from flowalign.runs.config import Run
 from flowalign.sampling.rollout import generate
 from flowalign.types import Request
@@ -130,7 +131,8 @@ def is_file_name(out: str, clips: bool) -> bool:
 def write_as_grid(job: Job) -> str:
     """Write one picture with a row per prompt; of clips a moving one, or a film strip of each.
 
-    A single picture is written as it is, without a frame.
+    A row of pictures begins with the source of an edit. A single picture is written as it is,
+    without a frame.
     """
     job.load()
     requests = [request for request in job.requests for _ in range(job.count)]
@@ -140,8 +142,19 @@ def write_as_grid(job: Job) -> str:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(job.out, media[0, 0])
         return f"1 picture: {job.out}"
-    what = write_grid(job.out, media, job.count, job.fps)
-    return f"{what}: {job.out}"
+    if job.fps or not all(request.references for request in job.requests):
+        what = write_grid(job.out, media, job.count, job.fps)
+        return f"{what}: {job.out}"
+    write_grid(job.out, _beside_sources(job, media), job.count + 1, None)
+    return f"{len(media)} pictures beside their {len(job.requests)} sources: {job.out}"
+
+
+def _beside_sources(job: Job, media: Tensor) -> Tensor:
+    """Return media [n, 1, 3, H, W] with the source of each request before its own."""
+    sources = [r.references[0].read()[0] for r in job.requests]
+    size = media.shape[-2], media.shape[-1]
+    shown = torch.stack([fitted(source, *size) for source in sources])[:, None, None]
+    return torch.cat([shown, media.unflatten(0, (-1, job.count))], 1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -229,4 +242,8 @@ def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
     for one in media:
         row = {"id": one.id, "file_name": one.file_name, "prompt": one.request.prompt, "seed": seed}
         row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
+        if one.request.references:
+            row["references"] = [os.path.abspath(each.name) for each in one.request.references]
+        if one.request.mask:
+            row["mask"] = os.path.abspath(one.request.mask.name)
         yield json.dumps(row) + "\n"

@@ -4,14 +4,7 @@ from flowalign.sampling.branching import Branching, Chain, Comb, Layout, Tree
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.completion import BatchedCompletion, complete
 from flowalign.sampling.frame_windows import FixedFrames, FrameWindow, RandomFrames
-from flowalign.sampling.rollout import (
-    Sampling,
-    Storage,
-    concat_trajectories,
-    empty_trajectory,
-    generate,
-    sample,
-)
+from flowalign.sampling.rollout import concat_trajectories, empty_trajectory, generate, sample
 from flowalign.sampling.sde_windows import (
     AllButLast,
     Backward,
@@ -22,6 +15,7 @@ from flowalign.sampling.sde_windows import (
     SDEWindow,
     Sliding,
 )
+from flowalign.sampling.settings import Sampling, Storage
 
 __all__ = [
     "AllButLast",

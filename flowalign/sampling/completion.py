@@ -11,6 +11,7 @@ from flowalign.functional.completion import Completion
 from flowalign.types import (
     Cond,
     CreditEstimator,
+    PastOutcomes,
     SharedRows,
     StepCredit,
     Trajectory,
@@ -120,6 +121,8 @@ class CreditRequirements:
     """States whose values the method requests."""
     read: frozenset[int]
     """Indices of the states that the method reads itself."""
+    history: int
+    """Number of earlier steps of the loop whose outcomes the method compares with."""
 
 
 def credit_requirements(
@@ -133,7 +136,7 @@ def credit_requirements(
     values, states = _RecordedValues(type(method).__name__, empty, how), _Zeros(empty.rows)
     credit = method(replace(empty, states=states), values)
     requested = tuple(sorted(values.requested, key=lambda request: (request[0], str(request[1]))))
-    return CreditRequirements(credit, requested, frozenset(states.read))
+    return CreditRequirements(credit, requested, frozenset(states.read), values.history)
 
 
 class _RecordedValues(ValueFunction):
@@ -142,6 +145,7 @@ class _RecordedValues(ValueFunction):
     def __init__(self, method: str, empty: Trajectory, how: Completion):
         self.method, self.empty, self.how = method, empty, how
         self.requested: set[CompletionRequest] = set()
+        self.history = 0
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         end = self.empty.num_steps
@@ -152,6 +156,10 @@ class _RecordedValues(ValueFunction):
                 )
         self.requested.update((k, how or self.how if k < end else self.how) for k in ks)
         return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        self.history = max(self.history, num_steps)
+        return None
 
 
 class _Zeros(Mapping[int, Tensor]):

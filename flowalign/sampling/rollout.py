@@ -1,136 +1,22 @@
 """Sample trajectories and clean latents: the only denoising loop in the code base."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
-from flowalign.functional.transition import FlowSDE, Kernel, log_density, sample_next, transition
-from flowalign.sampling.branching import Branching, Chain, Layout, layout
+from flowalign.functional.solver import second_order_step, thinned_schedule
+from flowalign.functional.transition import log_density, sample_next, transition
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
-from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
-from flowalign.sampling.sde_windows import AllButLast, SDEWindow
+from flowalign.sampling.frame_windows import frame_windows, shared_outside
+from flowalign.sampling.settings import Sampling
 from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
-from flowalign.utils.ranges import (
-    DenoisingSteps,
-    GroupSize,
-    PositiveFloat,
-    PositiveInt,
-    Range,
-    require_ranges,
-)
 
 Key = TypeVar("Key")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Configures where and how precisely the states of a rollout are kept for training."""
-
-    device: Literal["same", "cpu"] = "same"
-    """same: on the policy's device. cpu: in main memory, at the price of a copy of each kept state
-    and of each minibatch."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Precision of kept states. The rollout continues from the rounded states, so that replay sees
-    what the policy saw."""
-
-    def rounded(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a state in float32 after rounding to the stored precision."""
-        return x.to(DTYPES[self.dtype]).float()
-
-    def kept(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a rounded state in the precision and on the device of kept states."""
-        return self.placed(x.to(DTYPES[self.dtype]))
-
-    def placed(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n *latent"]:
-        """Return a tensor on the device of kept states."""
-        return x.cpu() if self.device == "cpu" else x
-
-
-NoiseLevel: TypeAlias = Annotated[float, Range(above=0, most=10)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Configures how the trajectories of a prompt are drawn."""
-
-    num_steps: DenoisingSteps = 10
-    """T, denoising steps of a trajectory. Default: 10, as in Flow-GRPO's SD3.5 runs."""
-    samples_per_prompt: GroupSize = 24
-    """G, the size of the group whose members are compared. Default: 24, as in Flow-GRPO's SD3.5
-    runs."""
-    eta: NoiseLevel | list[NoiseLevel] = 0.7
-    """Noise level inside the window, or one for each step; its meaning is the kernel's. Default:
-    0.7, as in Flow-GRPO."""
-    kernel: Kernel = field(default_factory=FlowSDE)
-    """Transition family: how a step adds noise."""
-    sde_window: SDEWindow = field(default_factory=AllButLast)
-    """Steps that are stochastic and trained; all others are ODE steps."""
-    seeds_per_prompt: PositiveInt | None = None
-    """Number of different initial noises among the samples of a prompt. Null: one per sample for
-    chains, 1 for trees and combs. 1: all samples share it (DanceGRPO, MixGRPO). TempFlow-GRPO:
-    4."""
-    branching: Branching = field(default_factory=Chain)
-    """Arrangement of the samples of one initial noise: chain, tree or comb."""
-    merge: PositiveFloat | None = None
-    """Entropy to reach: makes the one SDE step so long that exp(entropy per element) is this.
-    E-GRPO: 2.2. Null: no step is merged."""
-    frame_window: FrameWindow | None = None
-    """Latent frames of a video in which the samples of a prompt differ. Null: all of them."""
-    states: Storage = field(default_factory=Storage)
-    """Device and precision of the states that are kept for training."""
-    micro_batch: PositiveInt = 64
-    """Samples per network call, decode and reward call; the memory of a rollout grows with it."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that no run can use, before anything heavy is loaded."""
-        require_ranges(self, "sampling")
-        if isinstance(self.eta, list) and len(self.eta) != self.num_steps:
-            raise ValueError(
-                f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
-                "give one number, or one for each step"
-            )
-
-    @property
-    def _levels(self) -> list[float]:
-        return self.eta if isinstance(self.eta, list) else [self.eta]
-
-    def layout(self, steps: Sequence[int]) -> Layout:
-        """Return the samples of one prompt, stochastic in `steps`.
-
-        Raises:
-            ValueError: The samples cannot be arranged in this way.
-        """
-        if self.merge is not None and len(steps) != 1:
-            raise ValueError(
-                f"sampling.merge makes one stochastic step longer; the window has {len(steps)}: "
-                "set it to null, or recipe.sampling.sde_window to one of size 1"
-            )
-        eta = torch.zeros(self.num_steps)
-        eta[list(steps)] = torch.tensor(self.eta).expand(self.num_steps)[list(steps)]
-        seeds = self.seeds_per_prompt
-        if seeds is None:
-            seeds = self.samples_per_prompt if isinstance(self.branching, Chain) else 1
-        arranged = layout(self.branching, self.samples_per_prompt, seeds, eta)
-        if (loudest := float(arranged.eta.max())) > self.kernel.largest_eta:
-            raise ValueError(
-                f"sampling.eta is {self.eta}, up to {loudest:g} where it branches; "
-                f"{type(self.kernel).__name__} takes at most {self.kernel.largest_eta:g}"
-                if loudest > max(self._levels)
-                else f"sampling.eta is {self.eta}; {type(self.kernel).__name__} takes at most "
-                f"{self.kernel.largest_eta:g}: there all of the next state's noise is fresh"
-            )
-        return arranged
-
-    def num_starts(self, steps: Sequence[int]) -> int:
-        """Return the number of different initial noises per prompt."""
-        return len(self.layout(steps).rows.source_row[:, 0].unique())
 
 
 @torch.no_grad()
@@ -144,7 +30,7 @@ def sample(
     finish: Collection[CompletionRequest] = (),
     keep: Collection[int] | None = None,
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per request, stochastic in `steps`, ODE elsewhere.
+    """Draw `cfg.samples_per_prompt` trajectories per request, whose steps in `steps` are trained.
 
     Each request has its own generator: how requests are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
@@ -155,6 +41,7 @@ def sample(
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, means = BatchedCompletion(trajectory, finish), {}
+    noisy, skipped, ode = cfg.stochastic(steps), cfg.skipped(steps), _ODE(cfg, steps)
     states: dict[int, Tensor] = {}
 
     def put(k: int) -> None:
@@ -163,11 +50,16 @@ def sample(
 
     put(0)
     for k in range(cfg.num_steps):
+        if k in skipped:
+            put(k + 1)
+            continue
         eta = trajectory.eta[:, k]
         unique = rows.unique_rows(k)
         v = completion.step(policy, k, rows.select(x, k), unique, cfg.micro_batch)
-        distribution = transition(cfg.kernel, x, rows.expand(v, k), trajectory.sigmas, k, eta)
-        x = sample_next(distribution, noise.of(k)) if k in steps else distribution.mean
+        v = rows.expand(v, k)
+        distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
+        x = sample_next(distribution, noise.of(k)) if k in noisy else deterministic
         x = cfg.states.rounded(rows.share(x, k + 1))
         logp = log_density(cfg.kernel, x, distribution)
         trajectory.logp[:, k] = torch.where(eta > 0, logp, 0.0)
@@ -193,6 +85,7 @@ def empty_trajectory(
         requests=[request for request in requests for _ in range(group)],
         group_size=group,
         rows=one.rows.repeat(len(requests)),
+        untrained=sorted({*cfg.stochastic(steps)} - {*steps}),
     )
 
 
@@ -255,14 +148,35 @@ def _scheduled(
 ) -> Trajectory:
     """Return trajectories with requests encoded and the policy's schedule, but no states.
 
-    If steps are merged, one step of the schedule is longer.
+    If steps are merged, one step of the schedule is longer; a shorter tail has longer steps.
     """
     trajectory = empty_trajectory(cfg, steps, requests, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
         eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
         sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
+    if cfg.tail_ratio is not None:
+        sigmas = thinned_schedule(sigmas, cfg.tail(steps))
     return replace(trajectory, sigmas=sigmas, cond=policy.encode(requests))
+
+
+class _ODE:
+    """Takes the deterministic steps of a rollout: of second order in a shorter tail, else Euler."""
+
+    def __init__(self, cfg: Sampling, steps: Sequence[int]):
+        self.tail = cfg.num_steps + 1 if cfg.tail_ratio is None else cfg.tail(steps)[0]
+        self.before: tuple[Tensor, Tensor] | None = None
+        """Sigma of the step before, and the data that was predicted there."""
+
+    def next(self, mean: Tensor, x: Tensor, v: Tensor, sigmas: Tensor, k: int) -> Tensor:
+        """Return the state after step k; `mean` is that of the Euler step."""
+        if k + 1 < self.tail:
+            return mean
+        before, x0_hat = self.before, x - sigmas[k] * v
+        self.before = sigmas[k], x0_hat
+        if k < self.tail or before is None:
+            return mean
+        return second_order_step(x, x0_hat, before[1], before[0], sigmas[k], sigmas[k + 1])
 
 
 class _Noise:

@@ -81,23 +81,29 @@ class Random(SDEWindow):
 
 @dataclass(frozen=True)
 class RandomSubset(SDEWindow):
-    """Chooses a random `share` of all steps but the last.
+    """Chooses a random `share` of all steps but the last, or of the first `stop`.
 
-    Source: DanceGRPO, arXiv:2505.07818v4, 0.6.
+    Source: DanceGRPO, arXiv:2505.07818v4, 0.6 of all steps but the last; there the others stay
+    stochastic, too, as `untrained_steps: sde` makes them.
     """
 
     share: Annotated[float, Range(above=0, most=1)] = 0.6
-    """Share of the steps that are stochastic, rounded down to a number of steps."""
+    """Share of these steps that are chosen, rounded down to a number of steps."""
+    stop: PositiveInt | None = None
+    """Index after the last step that can be chosen; null: all steps but the last."""
 
     @override
     def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
         """Draw a new subset for each step of the loop."""
-        count = int(self.share * (num_steps - 1))
-        if not 1 <= count <= num_steps - 1:
+        stop = num_steps - 1 if self.stop is None else self.stop
+        if not stop <= num_steps:
+            raise ValueError(f"random subset of the first {stop} steps; there are {num_steps}")
+        count = int(self.share * stop)
+        if not 1 <= count <= stop:
             raise ValueError(
-                f"share {self.share} of {num_steps - 1} steps is {count} steps; need at least 1"
+                f"share {self.share} of {stop} steps is {count} steps; need at least 1"
             )
-        return tuple(sorted(torch.randperm(num_steps - 1, generator=generator)[:count].tolist()))
+        return tuple(sorted(torch.randperm(stop, generator=generator)[:count].tolist()))
 
 
 @dataclass(frozen=True)

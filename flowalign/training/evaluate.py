@@ -14,7 +14,7 @@ from torch import Tensor
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.media.encode import write_clip
-from flowalign.media.image_grid import write_grid
+from flowalign.media.image_grid import write_grid, write_picture
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
@@ -24,6 +24,7 @@ from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, 
 from flowalign.utils.seeds import generator
 
 GRID_COLUMNS = 8
+SOURCES = "sources"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,8 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     """Write `samples/step-NNNNNN.png` and add it to `samples/index.json`.
 
     For clips the picture is a film strip of each, and `samples/step-NNNNNN/` holds them moving.
-    `samples/step-NNNNNN.json` holds the scores of all evaluated samples.
+    `samples/step-NNNNNN.json` holds the scores of all evaluated samples, `samples/sources/` the
+    sources of those in the grid.
     """
     samples, name = folder / "samples", f"step-{step:06d}"
     index = samples / "index.json"
@@ -188,6 +190,11 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
         content |= {"columns": 1, "fps": evaluated.fps}
     else:
         content |= {"columns": columns}
+    for i, request in enumerate(evaluated.grid_requests):
+        if request.references:
+            (samples / SOURCES).mkdir(exist_ok=True)
+            source = reduced(request.references[0].read()[:1], LONGEST)[0]
+            write_picture(samples / SOURCES / f"{i:03}.png", source)
     if evaluated.scores:
         write_text(samples / f"{name}.json", json.dumps(evaluated.scores.as_json()) + "\n")
     write_text(index, json.dumps(content, indent=1))

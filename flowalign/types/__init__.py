@@ -12,7 +12,7 @@ sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k
 and `sigma` always a time.
 """
 
-from flowalign.types.credit import CreditEstimator, StepCredit, ValueFunction
+from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
 from flowalign.types.matching import (
     ALONE,
     Examples,
@@ -36,7 +36,7 @@ from flowalign.types.reward import (
     RewardSpec,
 )
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
-from flowalign.types.transitions import Minibatch, PolicyLoss
+from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
 from flowalign.utils.ranges import (
     Decay,
     FiniteFloat,
@@ -63,6 +63,7 @@ __all__ = [
     "UnitInterval",
     "ALONE",
     "Backbone",
+    "BestTransition",
     "Cond",
     "CreditEstimator",
     "Residuals",
@@ -77,6 +78,7 @@ __all__ = [
     "Minibatch",
     "ModelPlan",
     "Need",
+    "PastOutcomes",
     "Personal",
     "Policy",
     "PolicyLoss",

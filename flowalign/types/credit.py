@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -29,6 +30,15 @@ class StepCredit:
     it."""
 
 
+class PastOutcomes(NamedTuple):
+    """Holds outcomes that the prompts of a rollout had in earlier steps of the loop."""
+
+    value: Float[Tensor, "m R"]
+    """Rewards; NaN where one failed."""
+    prompt: Int[Tensor, "m"]
+    """Position of each one's prompt among those of the rollout."""
+
+
 class ValueFunction(ABC):
     """Values intermediate states for credit methods, and is their only source of cost."""
 
@@ -37,6 +47,13 @@ class ValueFunction(ABC):
         """Return the rewards of states ks, each completed by ODE; values([T]) is the outcome.
 
         A reward that failed is NaN. `how` None: as the recipe's `completion` says.
+        """
+
+    @abstractmethod
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        """Return the outcomes that these prompts had in the `num_steps` steps of the loop before.
+
+        None where nothing remembers them, as outside a loop.
         """
 
 

@@ -97,6 +97,8 @@ class Trajectory:
     """Arrangement that says which samples share which states."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
     """Means of the old transitions by step; empty unless a loss declares `needs_mean_old`."""
+    untrained: Sequence[int] = ()
+    """Indices of the stochastic steps that are not trained."""
     finished: Mapping[tuple[int, Completion], Float[Tensor, "n *latent"]] = field(
         default_factory=dict
     )
@@ -146,8 +148,18 @@ class Trajectory:
 
     @property
     def trained(self) -> Bool[Tensor, "B T"]:
-        """Return True for stochastic transitions; a shared one counts for a single sample only."""
-        return self.rows.owned & (self.eta > 0).cpu()
+        """Return True for stochastic transitions; a shared one counts for a single sample only.
+
+        Steps that are not trained are False.
+        """
+        chosen = self.rows.owned & (self.eta > 0).cpu()
+        chosen[:, list(self.untrained)] = False
+        return chosen
+
+    @property
+    def shared(self) -> Bool[Tensor, "B T"]:
+        """Return True for stochastic transitions that another sample made."""
+        return ~self.rows.owned & (self.eta > 0).cpu()
 
     def _kept(self, k: int) -> Float[Tensor, "n *latent"]:
         if k not in self.states:

@@ -3,15 +3,27 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.transition import Gaussian, Kernel, transition
 from flowalign.types.policy import VelocityField
 from flowalign.types.trajectory import Cond
+
+
+class BestTransition(NamedTuple):
+    """Holds the transition that the best sample of each sample's prompt made at the same step."""
+
+    x: Float[Tensor, "n *latent"]
+    """State x_k."""
+    x_next: Float[Tensor, "n *latent"]
+    """State x_{k+1}."""
+    eta: Float[Tensor, "n"]
+    """Noise level."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,10 @@ class Minibatch:
     """Mean of the transition under the old policy, for losses that declare `needs_mean_old`."""
     chunk: Chunk | None = None
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
+    source: Int[Tensor, "n"] | None = None
+    """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
+    best: BestTransition | None = None
+    """Transitions of the best samples, for losses that declare `needs_best`."""
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
@@ -50,14 +66,40 @@ class Minibatch:
         return self.mean_old
 
     @property
+    def required_best(self) -> BestTransition:
+        """Return best, which the loop finds for losses that declare `needs_best`."""
+        assert self.best is not None, "the loss uses best without declaring needs_best"
+        return self.best
+
+    @property
     def dt(self) -> Float[Tensor, ""]:
         """Return the length of the step, sigma_k - sigma_{k+1} > 0."""
         return self.sigmas[self.k] - self.sigmas[self.k + 1]
 
     def transition(self, field: "VelocityField") -> Gaussian:
-        """Return pi(. | x_k) under the given velocity field."""
-        velocity = field.velocity(self.x.float(), self.sigmas[self.k], self.cond)
+        """Return pi(. | x_k) under the given velocity field, evaluated once for each state."""
+        velocity = self._velocity(field)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
+
+    def _velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
+        x, sigma = self.x.float(), self.sigmas[self.k]
+        if self.source is None:
+            return field.velocity(x, sigma, self.cond)
+        first, row = first_of_each(self.source)
+        first, row = first.to(x.device), row.to(x.device)
+        cond = {name: value[first] for name, value in self.cond.items()}
+        return field.velocity(x[first], sigma, cond)[row]
+
+
+def first_of_each(
+    source: Int[Tensor, "n"],
+) -> tuple[Int[Tensor, "m"], Int[Tensor, "n"]]:
+    """Return where each number occurs first, and the position of every entry's number in that."""
+    values, row = source.unique(return_inverse=True)
+    first = torch.full((len(values),), len(source)).scatter_reduce(
+        0, row, torch.arange(len(source)), "amin"
+    )
+    return first, row
 
 
 class PolicyLoss(ABC):
@@ -75,6 +117,11 @@ class PolicyLoss(ABC):
     @abstractmethod
     def needs_mean_old(self) -> bool:
         """Return whether rollouts must keep the mean of each trained transition."""
+
+    @property
+    @abstractmethod
+    def needs_best(self) -> bool:
+        """Return whether a minibatch must hold the transitions of the best sample of a prompt."""
 
     @property
     @abstractmethod

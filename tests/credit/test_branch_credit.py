@@ -17,9 +17,11 @@ from flowalign.functional.advantage import group_center
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.branching import Chain, Comb, Tree
-from flowalign.sampling.rollout import Sampling, empty_trajectory
+from flowalign.sampling.completion import credit_requirements
+from flowalign.sampling.rollout import empty_trajectory
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.types import Trajectory, ValueFunction, plain_requests
+from flowalign.sampling.settings import Sampling
+from flowalign.types import PastOutcomes, Trajectory, ValueFunction, plain_requests
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given
 
@@ -197,6 +199,32 @@ def test_contrast_compares_siblings_and_scores_within_the_prompt():
     assert_close(got.value[[0, 3], 1, 0], torch.tensor([-2.0, 3.0]) / std)
 
 
+class Remembering(Given):
+    """Values that know outcomes of earlier steps."""
+
+    earlier: PastOutcomes
+    asked = 0
+
+    def past(self, num_steps):
+        self.asked = num_steps
+        return self.earlier
+
+
+def test_contrast_counts_earlier_outcomes_of_the_same_prompt():
+    """Prompt a: 0, 1, 2, 5 with 12 before, of mean 4; prompt b, of 4s, alone had 0 and 8 before."""
+    two = trajectory(samples_per_prompt=4, seeds_per_prompt=2, prompts=("a", "b"))
+    values = Remembering(outcomes(0, 1, 2, 5, 4, 4, 4, 4).given)
+    values.earlier = PastOutcomes(torch.tensor([[12.0], [0.0], [8.0]]), torch.tensor([0, 1, 1]))
+    got = Contrast(threshold=0.1, history=8)(two, values)
+    assert values.asked == 8
+    std = (16 + 9 + 4 + 1 + 64) ** 0.5 / 5**0.5 + 1e-4
+    assert_close(got.value[:4, 1, 0], torch.tensor([-4.0, 0.0, -2.0, 1.0]) / std)
+    assert not got.mask[4:].any()  # 4 is the mean of prompt b's past, too
+    assert not Contrast(history=0)(two, values).value.equal(got.value)
+    assert credit_requirements(Contrast(history=3), two, Completion()).history == 3
+    assert credit_requirements(Contrast(), two, Completion()).history == 0
+
+
 # Granular -----------------------------------------------------------------------------------------
 
 
@@ -229,6 +257,9 @@ class ByStride(ValueFunction):
         rows = torch.arange(4.0)[:, None, None]
         strides = torch.tensor([float(how.stride if k < 3 else 1) for k in ks])[None, :, None]
         return rows**strides + 10 * torch.tensor(ks)[None, :, None]
+
+    def past(self, num_steps):
+        return None
 
 
 def test_granular_credit_sums_one_advantage_per_stride():

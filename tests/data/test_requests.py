@@ -1,15 +1,19 @@
 """Prompts come from files, and once from pipes and standard input."""
 
 import io
+import json
 import os
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from flowalign.data.requests import read_requests, read_requests_once
-from flowalign.types import prompts_of
+from flowalign.media.media import Media
+from flowalign.media.references import reference
+from flowalign.types import Request, prompts_of
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'
 
@@ -82,3 +86,37 @@ def test_what_reads_prompts_again_and_again_takes_no_pipe(tmp_path):
     os.mkfifo(tmp_path / "prompts")
     with pytest.raises(ValueError, match="is a pipe, which can be read once only"):
         read_requests(str(tmp_path / "prompts"))
+
+
+def test_rows_name_pictures_and_a_mask_beside_the_file_and_the_rest_is_metadata(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for k, name in enumerate(("a.png", "b.png", "m.png")):
+        Image.new("RGB", (3, 2), (40 * k, 1, 2)).save(folder / name)
+    rows = [
+        {"prompt": "x", "image": "a.png", "n": 1},
+        {"prompt": "x", "images": ["b.png", "a.png"], "mask": "m.png"},
+        {"prompt": "x", "references": "a.png", "n": 1},
+    ]
+    (folder / "edits.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, two, same = read_requests(str(folder / "edits.jsonl"))
+    assert one == same != two
+    assert [Path(each.name).name for each in two.references] == ["b.png", "a.png"]
+    assert two.mask is not None
+    assert two.mask.read()[0, :, 0, 0].mul(255).tolist() == [80, 1, 2]
+    assert (dict(one.metadata), dict(two.metadata)) == ({"n": 1}, {})
+    assert len({one.given, two.given, same.given, Request("x").given}) == 3
+
+
+def test_pictures_are_known_by_content_and_turned_as_their_exif_data_say(tmp_path):
+    upright = Image.new("RGB", (5, 3), "red")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    upright.save(tmp_path / "a.png", exif=exif)
+    first = reference(Media(str(tmp_path / "a.png")))
+    (tmp_path / "b.png").write_bytes((tmp_path / "a.png").read_bytes())
+    assert reference(Media(str(tmp_path / "b.png"))) == first
+    assert first.read().shape == (1, 3, 5, 3)
+    Image.new("RGB", (5, 3), "blue").save(tmp_path / "a.png")
+    os.utime(tmp_path / "a.png", ns=(1, 1))
+    assert reference(Media(str(tmp_path / "a.png"))) != first

@@ -5,10 +5,13 @@ import torch
 
 from flowalign.functional.signal import (
     Moments,
+    above_noise,
     best_weights,
     crossed,
     jackknife,
     moments,
+    moments_of_halves,
+    projected,
     signal_to_noise,
 )
 
@@ -52,6 +55,52 @@ def test_estimates_are_unbiased():
         assert (error < 0.1).all()
 
 
+def test_two_halves_of_two_steps_by_hand():
+    """Halves (1, 0), (0, 2) and (3, 0), (1, 1) of shares 1/4, 3/4: the whole is (4, 0), (1, 3).
+
+    Products between are 3, 1, 0, 2, and 16 / 3 times as much for the whole.
+    """
+    gradients = torch.tensor([[[1.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [1.0, 1.0]]])
+    found = moments_of_halves(gradients, (0.25, 0.75))
+    torch.testing.assert_close(found.signal, torch.tensor([[16, 8 / 3], [8 / 3, 32 / 3]]).double())
+    whole = torch.tensor([[16.0, 4.0], [4.0, 10.0]]).double()
+    torch.testing.assert_close(found.noise, whole - found.signal)
+
+
+def test_estimates_from_halves_are_unbiased():
+    """Of 3 prompts, one half has 1; the mean of 4,000 is within 5 of its standard errors."""
+    found = []
+    for seed in range(4000):
+        prompts = drawn(3, seed, MEANS, SCALES) / 3
+        found.append(
+            moments_of_halves(torch.stack([prompts[0], prompts[1:].sum(0)]), (1 / 3, 2 / 3))
+        )
+    for estimates, truth in zip(
+        zip(*found, strict=True), (MEANS @ MEANS.T, NOISE / 3), strict=True
+    ):
+        values = torch.stack(estimates)
+        error = values.std(0) / len(values) ** 0.5
+        assert ((values.mean(0) - truth).abs() < 5 * error).all()
+        assert (error < 0.1).all()
+
+
+def test_projections_keep_inner_products_on_average():
+    """Of 200 projections of 10 entries to 4 sums, the mean is within 5 of its standard errors."""
+    a, b = torch.arange(10.0), torch.arange(10.0).flip(0) ** 2 / 9
+    generator = torch.Generator().manual_seed(0)
+    signs = [torch.randint(2, (10,), generator=generator).bool() for _ in range(200)]
+    values = torch.stack([projected(a, one, 4) @ projected(b, one, 4) for one in signs])
+    assert projected(a, signs[0], 4).shape == (4,)
+    assert (values.mean() - a @ b).abs() < 5 * values.std() / 200**0.5
+    assert values.std() > 1
+
+
+def test_a_projection_by_hand():
+    """Entries 1 and 5 are one sum, 2 and 6 another; the third and the sixth are negated."""
+    signs = torch.tensor([True, True, False, True, True, False])
+    assert projected(torch.arange(1.0, 7.0), signs, 4).tolist() == [6.0, -4.0, -3.0, 4.0]
+
+
 def test_intervals_cover_the_truth():
     """Of 300 intervals of two standard errors, about 95 % hold the signal of each step."""
     truth, covered = MEANS @ MEANS.T, torch.zeros(3)
@@ -85,6 +134,31 @@ def test_a_step_that_leads_elsewhere_has_no_weight():
     assert weights[2] == 0
     assert weights[0] == 1
     assert 0 < weights[1] < 1
+
+
+def test_signal_that_does_not_stand_out_is_taken_away():
+    """In units of noises 1 and 4 the estimate is [[2, 1], [1, 0]]: eigenvalues 1 +- sqrt 2.
+
+    The lower one taken from the upper leaves 2, along (1, sqrt 2 - 1) / sqrt(4 - 2 sqrt 2).
+    """
+    found = above_noise(
+        Moments(
+            torch.tensor([[2.0, 2.0], [2.0, 0.0]]).double(),
+            torch.diag(torch.tensor([1.0, 4.0])).double(),
+        )
+    )
+    root = 2**0.5
+    along = torch.tensor([1, 2 * (root - 1)]).double()
+    wanted = 2 / (4 - 2 * root) * along[:, None] * along
+    torch.testing.assert_close(found.signal, wanted)
+    assert found.noise.diagonal().tolist() == [1, 4]
+
+
+def test_signals_known_exactly_stand_out_whole_and_their_negative_not_at_all():
+    exact = Moments(MEANS @ MEANS.T, NOISE)
+    torch.testing.assert_close(above_noise(exact).signal, exact.signal, atol=1e-12, rtol=0)
+    negative = above_noise(Moments(-exact.signal, NOISE))
+    torch.testing.assert_close(negative.signal, 0 * exact.signal, atol=1e-12, rtol=0)
 
 
 def test_a_signal_that_no_step_has_gives_no_weights():

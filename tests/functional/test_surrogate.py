@@ -18,10 +18,8 @@ from flowalign.functional.surrogate import (
     ppo_clip,
     ratio_norm,
     reward_clip,
-    travelled_mse,
 )
 from flowalign.functional.transition import (
-    CPS,
     FlowSDE,
     Gaussian,
     log_density,
@@ -99,18 +97,6 @@ def test_reward_clip_by_hand():
     got = reward_clip(advantage, low=0.1, high=0.5, sensitivity=2.0)
     assert_close(got, torch.tensor([0.34, 0.42, 0.1]))
     assert_close(reward_clip(torch.tensor([-50.0]), 0.1, 0.5, 2.0), torch.tensor([0.5]))
-
-
-@pytest.mark.parametrize("kernel", [FlowSDE(), CPS()], ids=lambda kernel: type(kernel).__name__)
-def test_the_distance_to_the_travelled_velocity_needs_no_velocity(kernel):
-    """x_next is made the mean of a velocity that is known, which differs from sample to sample."""
-    sigmas = torch.tensor([1.0, 0.8, 0.3, 0.0], dtype=torch.float64)
-    eta = torch.tensor([0.7, 0.4], dtype=torch.float64)
-    x, v, travelled = (randn(2, 3, 2, seed=seed) for seed in (1, 2, 3))
-    mean = transition(kernel, x, v, sigmas, 1, eta).mean
-    x_next = transition(kernel, x, travelled, sigmas, 1, eta).mean
-    got = travelled_mse(mean, x_next, mean_sensitivity(kernel, sigmas, 1, eta))
-    assert_close(got, (v - travelled).square().mean((1, 2)))
 
 
 def test_divergence_mask_stops_only_far_samples_that_would_move_further():

@@ -22,6 +22,7 @@ from flowalign.functional.transition import (
     mean_sensitivity,
     sample_next,
     transition,
+    travelled_velocity,
 )
 from tests.fixtures.golden import load
 
@@ -449,3 +450,14 @@ def test_few_steps_bias_the_final_variance_as_documented(kernel, eta, data, expe
     """Final over true variance with 10 and 40 steps of the SD3 schedule."""
     got = [variances(kernel, eta, sd3_grid(n), data)[-1].item() / data for n in (10, 40)]
     assert got == pytest.approx(expected, abs=0.006)
+
+
+@pytest.mark.parametrize("kernel", [FlowSDE(), CPS()], ids=lambda kernel: type(kernel).__name__)
+def test_the_travelled_velocity_is_the_one_whose_mean_was_reached(kernel):
+    """x_next is made the mean of a velocity that is known, which differs from sample to sample."""
+    sigmas = torch.tensor([1.0, 0.8, 0.3, 0.0], dtype=torch.float64)
+    eta = torch.tensor([0.7, 0.0], dtype=torch.float64)
+    seed = torch.Generator().manual_seed(1)
+    x, travelled = torch.randn(2, 2, 3, 2, dtype=torch.float64, generator=seed)
+    x_next = transition(kernel, x, travelled, sigmas, 1, eta).mean
+    assert_close(travelled_velocity(kernel, x, x_next, sigmas, 1, eta), travelled)

@@ -17,6 +17,10 @@ from tests.fixtures.fake_run import rows
 def drawing_of(title, made):
     """The SVG of one chart; its letters are outlines, and a comment beside them holds the text."""
     (panel,) = (panel for panel in charts.panels(report.collect(made)) if panel.title == title)
+    return drawing_of_panel(panel)
+
+
+def drawing_of_panel(panel):
     return base64.b64decode(charts.chart(panel).address.partition("base64,")[2]).decode()
 
 
@@ -37,6 +41,22 @@ def test_a_chart_names_its_axes_and_its_lines(title, words):
 def test_a_chart_of_one_line_needs_no_legend():
     assert "legend" not in drawing_of("KL to the reference", rows())
     assert "legend" in drawing_of("Clipped transitions", rows())
+
+
+def test_steps_whose_weights_are_measured_have_charts_beside_each_other_in_numerical_order():
+    series = {
+        f"step_{name}/{k}": {0: float(k + size), 1: 2.0 * k, 2: 1.0}
+        for size, name in enumerate(("weight", "signal", "noise"))
+        for k in (10, 2, 9)
+    }
+    found = [panel for panel in charts.panels(series) if "denoising steps" in panel.title]
+    assert [panel.title.partition(" ")[0] for panel in found] == ["Weight", "Signal", "Noise"]
+    for size, panel in enumerate(found):
+        assert list(panel.lines) == ["step 2", "step 9", "step 10"]
+        assert panel.lines["step 9"][0] == 9 + size
+    words = set(re.findall("<!-- (.*?) -->", drawing_of_panel(found[0])))
+    assert {"step 2", "step 9", "step 10", "mean 1"} <= words
+    assert not [p for p in charts.panels({"kl": {0: 1.0}}) if "denoising steps" in p.title]
 
 
 def num_points(drawing):

@@ -10,6 +10,7 @@ from flowalign.runs import memory
 from flowalign.runs.config import Run, load
 from flowalign.runs.plan import plan
 from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
+from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan
 from flowalign.types import ModelPlan, Saving
 from tests.fixtures.run_files import CONFIGS, loaded
@@ -259,3 +260,27 @@ def test_the_plan_names_the_setting_that_lowers_each_large_part(monkeypatch):
 def test_a_frame_window_for_pictures_is_refused_before_weights_are_read():
     with pytest.raises(ValueError, match=r"sampling\.frame_window needs frames of a video"):
         plan(shapes(frame_window=FixedFrames(0, 1)))
+
+
+@pytest.mark.parametrize(("trainable", "kept"), [(30_000, 30_000), (30_000_000, 2**16)])
+def test_gradients_of_two_steps_over_two_halves_are_counted_where_weights_are_measured(
+    trainable, kept
+):
+    """Beside them are the weighted sum and one copy; large gradients are projected."""
+    run = shapes()
+    assert "gradients of steps" not in rollout(run)
+    measured = replace(run, recipe=replace(run.recipe, step_weight="measured"))
+    parts = by_name(step(measured, replace(MODEL, trainable=trainable)).parts)
+    assert parts["gradients of steps"].num_bytes == 4 * (2 * 2 * kept + 2 * trainable)
+    assert parts["gradients of steps"].stage == "updating"
+
+
+def test_the_plan_says_how_step_weights_are_measured():
+    run = shapes()
+    assert "step weights" not in step(run).rows
+    weight = MeasuredWeight(measured="update", half_life=30.0, start="std")
+    run = replace(run, recipe=replace(run.recipe, step_weight=weight))
+    assert step(run).rows["step weights"] == (
+        "measured from updates, over half of 2 prompts each; start std, half-life 30 steps, "
+        "floor 0.05"
+    )

@@ -1,17 +1,21 @@
-"""The composed run files hold what the complete ones of version 0.1 held.
+"""The composed run files hold what the complete ones of version 0.1 held, or what papers publish.
 
 `old_run_files.json` says for each old file which files are given in its place. Where that is a
-list, the run is named after these files: only there `output_dir` differs.
+list, the run is named after these files: only there `output_dir` differs. The tables below say
+which other values differ, and why.
 """
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flowalign.runs.compose import compose, read_mapping
 from flowalign.runs.convert import converted
+from tests.fixtures.run_files import METHODS
 
 ROOT = Path(__file__).parents[2]
 OLD = json.loads((ROOT / "assets/golden/run_files_0.1.json").read_text())
@@ -22,8 +26,88 @@ OLD_LINES = 4932
 SINCE = ("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit")
 """The models that came after version 0.1."""
 
+NEW = [
+    ["configs/credit/flux1_dev/dance_grpo.yaml"],
+    ["configs/credit/flux1_dev/grpo_guard.yaml"],
+    ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
+    ["configs/credit/sd15/b2_diffurl.yaml"],
+    ["configs/credit/sd35_medium/flow_dppo.yaml"],
+    ["configs/credit/sd35_medium/flow_grpo_unguided.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/pcpo.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/precise.yaml"],
+    ["configs/models/shapes.yaml", "configs/methods/measured_weights.yaml"],
+]
+"""Runs that version 0.1 did not have."""
+
+TWO = {"updates_per_step": 2}
+"""Flow-GRPO's number for methods on its code base: at one update per rollout no clip acts."""
+FOUR = {"updates_per_step": 4}
+"""That of DanceGRPO, MixGRPO, and methods compared with them whose own is not known."""
+FLOW_GRPO = TWO | {"advantage_scale": "batch"}
+"""With its deviation over the whole batch."""
+B2 = {"epochs_per_step": 2, "sampling.untrained_steps": "shared_sde", "credit.history": 8}
+"""Two epochs of each stage, noise before the split, and scores of eight stages before."""
+PUBLISHED = {
+    "branch_grpo": FOUR,
+    "gcpo": FOUR,
+    "dynamic_treerpo": FOUR,
+    "mixgrpo": FOUR | {"std_correction": 1},
+    "b2_diffurl": B2,
+    "flow_grpo_cps": FLOW_GRPO,
+    "flow_grpo_fast": FLOW_GRPO,
+    "superflow": FLOW_GRPO,
+    "dense_grpo": {},
+    "dense_grpo_calibrated": {},
+    "g2rpo": {},
+}
+"""What differs on Stable Diffusion 3.5 and FLUX.1, by method; TWO for all others."""
+ELSEWHERE = {
+    "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
+    "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
+    # on the embedded model, but for the runs of the study of credit
+    "configs/credit/shapes/b2_diffurl.yaml": B2,
+    "configs/credit/shapes/dynamic_treerpo.yaml": FOUR,
+    "configs/credit/shapes/flow_grpo_cps.yaml": FLOW_GRPO,
+    "configs/credit/shapes/gcpo.yaml": FOUR,
+    # DanceGRPO trains the best and the worst of 24 videos, and adds noise at all steps
+    "configs/hunyuan_video.yaml": {
+        "std_correction": 1,
+        "extremes": 4,
+        "sampling.samples_per_prompt": 24,
+        "sampling.untrained_steps": "sde",
+    },
+}
+"""What differs in single files. DenseGRPO's 144 samples x accumulation 8 are one update of 1152."""
+STUDY = [
+    "configs/credit/shapes/" + name
+    for name in (
+        "flow_grpo.yaml",
+        "flow_grpo_all_steps.yaml",
+        "flow_grpo_fast.yaml",
+        "mixgrpo.yaml",
+        "dense_grpo.yaml",
+        "dense_grpo_calibrated.yaml",
+        "stepwise_flow_grpo.yaml",
+        "tempflow_grpo.yaml",
+        "tp_grpo.yaml",
+        "branch_grpo.yaml",
+        "control_variate.yaml",
+    )
+]
+"""The runs of docs/results/credit_study.md, which nothing may change."""
+DEFAULTS = {
+    "updates_per_step": 1,
+    "epochs_per_step": 1,
+    "advantage_scale": "group",
+    "std_correction": 0,
+    "extremes": None,
+    "sampling.untrained_steps": "ode",
+    "credit.threshold": 0.5,
+    "credit.history": 0,
+}
+"""What it means that a file does not give one of these."""
+
 MODELS = ("shapes", "sd35_medium", "flux1_dev")
-METHODS = sorted({Path(old).stem for old in OLD if old.startswith("configs/credit/")})
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +136,23 @@ def letters(lines: list[str]) -> set[str]:
     return set(re.findall(r"\(([A-Z])\)", "\n".join(lines)))
 
 
+def settings(values: Mapping[str, Any], inside: str = "") -> dict[str, Any]:
+    """Return the values by dotted key, without the names of components' parts."""
+    flat = dict(DEFAULTS) if not inside else {}
+    for name, value in values.items():
+        key = inside if name == "init_args" else f"{inside}.{name}".removeprefix("recipe.")
+        key = key.removeprefix(".")
+        flat |= settings(value, key or "recipe") if isinstance(value, Mapping) else {key: value}
+    return flat
+
+
+def changes(old: str) -> dict[str, Any]:
+    """Return what a run uses instead of what its file of version 0.1 said."""
+    folder, method = Path(old).parent.name, Path(old).stem
+    real = PUBLISHED.get(method, TWO) if folder in ("sd35_medium", "flux1_dev") else {}
+    return real | ELSEWHERE.get(old, {})
+
+
 def test_every_old_run_file_has_a_successor():
     assert SUCCESSORS.keys() == OLD.keys()
     assert len(OLD) == 94
@@ -65,10 +166,25 @@ def test_composed_values_equal_those_of_the_old_run_file(old):
         names = "-".join(Path(file).stem for file in SUCCESSORS[old])
         assert now.pop("output_dir") == f"runs/{names}"
         del before["output_dir"]
-    assert now == before
+    wanted, got = settings(before) | changes(old), settings(now)
+    assert got == wanted
+    assert all(settings(before).get(key) != value for key, value in changes(old).items())
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "flow_grpo_all_steps"])
+@pytest.mark.parametrize("old", STUDY)
+def test_runs_of_the_study_are_what_was_measured(old):
+    assert not changes(old)
+    assert settings(compose(SUCCESSORS[old]).values)["updates_per_step"] == 1
+
+
+def test_tables_of_changes_name_old_files_and_their_methods():
+    """A row of a file that is gone would say nothing."""
+    assert ELSEWHERE.keys() <= OLD.keys()
+    assert {Path(old).stem for old in OLD} >= PUBLISHED.keys()
+    assert set(STUDY) <= OLD.keys()
+
+
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_every_method_composes_with_every_model(model, method):
     files = [f"configs/models/{model}.yaml", f"configs/methods/{method}.yaml"]
@@ -87,7 +203,7 @@ def test_models_that_methods_go_behind_are_complete():
 
 
 def test_no_run_file_is_left_over():
-    given = {file for files in SUCCESSORS.values() for file in files}
+    given = {file for files in [*SUCCESSORS.values(), *NEW] for file in files}
     given |= {f"configs/models/{model}.yaml" for model in SINCE}
     used = given | {origin for file in given for origin in compose([file]).origins.values()}
     assert [file for file in run_files() if file not in used] == []
@@ -114,7 +230,7 @@ def test_letters_beside_values_are_explained_in_a_file_they_come_from():
 
 
 def test_files_of_published_models_say_that_nothing_was_run():
-    for folder in ("credit/sd35_medium", "credit/flux1_dev"):
+    for folder in ("credit/sd35_medium", "credit/flux1_dev", "credit/sd15"):
         for file in sorted((ROOT / "configs" / folder).glob("*.yaml")):
             assert "nothing here was run on the real model" in file.read_text()
     for model in SINCE:
@@ -125,5 +241,13 @@ def test_files_of_published_models_say_that_nothing_was_run():
 def test_every_method_names_its_source():
     for method in METHODS:
         file = ROOT / f"configs/methods/{method}.yaml"
-        if method != "flow_grpo_all_steps":
-            assert re.search(r"# Source: .*(arXiv:\d{4}\.\d{5}|ours)", "\n".join(header(str(file))))
+        assert re.search(r"# Source: .*(arXiv:\d{4}\.\d{5}|ours)", "\n".join(header(str(file))))
+
+
+def test_embedded_runs_of_one_update_per_rollout_say_so():
+    """No clip acts there, which nobody should take for the published method."""
+    for file in run_files():
+        if file.startswith("configs/credit/shapes/"):
+            updates = settings(compose([file]).values)
+            once = updates["updates_per_step"] * updates["epochs_per_step"] == 1
+            assert once == ("one update per rollout" in " ".join(header(file))), file

@@ -8,8 +8,9 @@ from flowalign.credit.gain import Gain
 from flowalign.functional.completion import Completion
 from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.completion import complete, take
-from flowalign.sampling.rollout import Sampling, sample
+from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.rollouts import completion_values, finished, rollout
 from flowalign.training.reference import unguided
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import (
@@ -19,8 +20,9 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.branching import Tree
 from flowalign.sampling.completion import complete, take, velocity
-from flowalign.sampling.rollout import Sampling, Storage, generate, sample
+from flowalign.sampling.rollout import generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.settings import Sampling, Storage
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.types import plain_requests
@@ -33,6 +35,8 @@ from tests.fixtures.training import PROMPTS, credited, new_learner, new_recipe, 
 KERNELS = [FlowSDE(), DanceSDE(), CPS(), CPS("gaussian"), Precise(), DDIM()]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 THREE = ["a", "ccc", "bb"]
+ROWS = torch.arange(12) // 4
+"""The prompt of each sample, of three prompts with four samples."""
 
 
 def seeds(count, purpose="noise"):
@@ -361,3 +365,117 @@ def test_siblings_share_a_part_of_their_noise_and_each_alone_is_standard_normal(
     both = ((x[:, 1] - at.mean) / at.std[:, None]).unflatten(0, (400, 2))
     assert both.std().item() == pytest.approx(1.0, abs=0.05)
     assert (both[:, 0] * both[:, 1]).mean().item() == pytest.approx(0.2, abs=0.07)
+
+
+def noisy_steps(trajectory):
+    return (trajectory.eta > 0).any(0).nonzero().flatten().tolist()
+
+
+def test_untrained_steps_of_dancegrpo_are_noisy_in_every_sample_but_not_trained():
+    policy = pixel_policy()
+    cfg = Sampling(
+        num_steps=6,
+        samples_per_prompt=4,
+        eta=0.3,
+        kernel=DanceSDE(),
+        seeds_per_prompt=1,
+        untrained_steps="sde",
+    )
+    trajectory = draw(policy, cfg, steps=(2, 4))
+    assert noisy_steps(trajectory) == [0, 1, 2, 3, 4]  # the last stays an ODE step
+    assert trajectory.trained.all(0).tolist() == [False, False, True, False, True, False]
+    assert (trajectory.state(0)[:4] == trajectory.state(0)[0]).all()
+    assert len(trajectory.unique_states(1)) == len(trajectory.prompts)  # apart from step 0 on
+    for k in range(5):
+        mean = transition(
+            cfg.kernel,
+            trajectory.state(k),
+            velocity(policy, trajectory.state(k), trajectory.sigmas[k], trajectory.cond, ROWS, 64),
+            trajectory.sigmas,
+            k,
+            trajectory.eta[:, k],
+        ).mean
+        assert (trajectory.state(k + 1) - mean).abs().flatten(1).amax(1).min() > 1e-3
+
+
+def test_steps_before_the_window_of_b2_diffurl_are_noisy_and_shared_by_a_branch():
+    cfg = Sampling(
+        num_steps=6,
+        samples_per_prompt=4,
+        eta=0.9,
+        kernel=DDIM(),
+        seeds_per_prompt=2,
+        untrained_steps="shared_sde",
+    )
+    trajectory = draw(pixel_policy(), cfg, steps=(3, 4))
+    assert noisy_steps(trajectory) == [0, 1, 2, 3, 4]
+    assert trajectory.trained.any(0).tolist() == [False, False, False, True, True, False]
+    assert [len(trajectory.unique_states(k)) for k in range(6)] == [6, 6, 6, 6, 12, 12]
+    deterministic = draw(pixel_policy(), dataclasses.replace(cfg, untrained_steps="ode"), (3, 4))
+    assert (trajectory.state(0) == deterministic.state(0)).all()
+    assert (trajectory.state(1) != deterministic.state(1)).flatten(1).any(1).all()
+
+
+def test_what_a_shared_noisy_step_drew_is_replayed():
+    policy, kernel = pixel_policy(), DDIM()
+    cfg = Sampling(
+        num_steps=6,
+        samples_per_prompt=4,
+        eta=0.9,
+        kernel=kernel,
+        seeds_per_prompt=1,
+        untrained_steps="shared_sde",
+    )
+    trajectory = draw(policy, cfg, steps=(3, 4))
+    for k in range(5):
+        assert_close(replayed(policy, trajectory, kernel, k, 64), trajectory.logp[:, k])
+
+
+def test_a_shorter_tail_evaluates_fewer_steps_and_ends_nearer_the_fine_ode(monkeypatch):
+    policy, calls = pixel_policy(), []
+    plain = policy.velocity
+    monkeypatch.setattr(policy, "velocity", lambda *a: calls.append(1) or plain(*a))
+    cfg = Sampling(num_steps=12, samples_per_prompt=4, eta=0.5, tail_ratio=0.5)
+    short = draw(policy, cfg, steps=(0, 1))
+    assert len(calls) == 2 + 5  # of ten steps after the window
+    assert cfg.tail((0, 1)) == [2, 4, 6, 8, 10, 12]
+    assert cfg.skipped((0, 1)) == {2, 4, 6, 8, 10}
+    fine, coarse = (
+        ode_from(policy, short.state(2), short.sigmas[2], count, short.cond) for count in (400, 5)
+    )
+    assert off(short.state(12), fine) < 0.5 * off(coarse, fine)
+    assert (short.state(3) == short.state(2)).all()
+
+
+def test_a_tail_of_all_its_steps_keeps_the_schedule():
+    cfg = Sampling(num_steps=6, samples_per_prompt=2, tail_ratio=1.0)
+    assert cfg.tail((1,)) == [2, 3, 4, 5, 6]
+    assert not cfg.skipped((1,))
+    assert not Sampling(num_steps=6, samples_per_prompt=2).skipped((1,))
+
+
+def off(got, wanted):
+    return float((got - wanted).square().mean().sqrt())
+
+
+def ode_from(policy, x, sigma, count, cond):
+    """Where Euler steps of equal length lead from x at sigma."""
+    grid = torch.linspace(float(sigma), 0.0, count + 1)
+    with torch.no_grad():
+        for k in range(count):
+            x = x + (grid[k + 1] - grid[k]) * policy.velocity(x, grid[k], take(cond, ROWS))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"untrained_steps": "sde", "branching": Tree()}, "needs branching Chain; it is Tree"),
+        ({"untrained_steps": "sde", "merge": 2.2}, "merge 2.2 needs steps without noise"),
+        ({"untrained_steps": "shared_sde", "tail_ratio": 0.4}, "tail_ratio 0.4 needs steps"),
+        ({"merge": 2.2, "tail_ratio": 0.4}, "merge 2.2 and tail_ratio 0.4 both move points"),
+    ],
+)
+def test_noise_outside_the_window_that_fits_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(num_steps=6, samples_per_prompt=4, **settings)

@@ -13,8 +13,9 @@ from flowalign.functional.transition import CPS, DanceSDE, FlowSDE, log_density
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
 from flowalign.sampling.branching import Comb, Tree
-from flowalign.sampling.rollout import Storage, concat_trajectories
+from flowalign.sampling.rollout import concat_trajectories
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.settings import Storage
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings

@@ -1,6 +1,7 @@
 """A run stopped anywhere goes on as if it had not been, and nothing broken is ever resumed."""
 
 import errno
+import json
 import os
 import re
 import resource
@@ -14,10 +15,13 @@ from safetensors.torch import load_file
 
 from flowalign import runs
 from flowalign.reports import run_report as report
+from flowalign.runs.config import Run
 from flowalign.runs.run_directory import clear
+from flowalign.sampling.sde_windows import Random
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
+from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.small_run import go, new_run
@@ -61,6 +65,54 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path, after):
     assert_same_run(straight, broken, 5)
     assert summary["status"] == "finished"
     assert summary["steps"] == 5
+
+
+def measured_run(folder: Path, rewards=None, **settings) -> Run:
+    """Windows that move, two updates a step, and weights that have moved after two steps."""
+    recipe = new_recipe(
+        {"sde_window": Random(2, 0, 3)},
+        prompts_per_step=4,
+        updates_per_step=2,
+        step_weight=MeasuredWeight(**{"half_life": 1.0} | settings),
+    )
+    return new_run(folder, recipe, **{"rewards": rewards} if rewards else {})
+
+
+@pytest.mark.parametrize("measured", ["gradient", "update"])
+def test_averages_of_measured_weights_resume_bit_for_bit(tmp_path, measured):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    go(measured_run(straight, measured=measured))
+    with pytest.raises(Killed):
+        go(measured_run(broken, [Mortal(3)], measured=measured))
+    go(measured_run(broken, measured=measured), checkpoint.latest(broken / "checkpoints"))
+    assert_same_run(straight, broken, 5)
+    ends = [checkpoint.read_loop(f / "checkpoints" / "step-000005") for f in (straight, broken)]
+    assert ends[0]["loop"]["step_weight"] == ends[1]["loop"]["step_weight"]
+    assert max(map(max, ends[0]["loop"]["step_weight"]["evidence"])) > 0.5
+
+
+def test_a_checkpoint_without_averages_resumes_and_measures_from_there_on(tmp_path):
+    folder = tmp_path / "run"
+    go(measured_run(folder))
+    third = folder / "checkpoints" / "step-000003"
+    content = json.loads((third / "state" / "loop.json").read_text())
+    del content["loop"]["step_weight"]
+    (third / "state" / "loop.json").write_text(json.dumps(content))
+    sizes = json.loads((third / "manifest.json").read_text())
+    sizes["state/loop.json"] = (third / "state" / "loop.json").stat().st_size
+    (third / "manifest.json").write_text(json.dumps(sizes))
+    go(measured_run(folder), third)
+    last = checkpoint.read_loop(folder / "checkpoints" / "step-000005")["loop"]["step_weight"]
+    assert max(map(max, last["evidence"])) == pytest.approx(0.75)  # two steps of half-life 1
+
+
+def test_averages_of_something_else_are_refused(tmp_path):
+    folder = tmp_path / "run"
+    go(measured_run(folder))
+    with pytest.raises(
+        ValueError, match=r"the update of 4 denoising steps, but .* the gradient of 4"
+    ):
+        go(measured_run(folder, measured="update"), checkpoint.latest(folder / "checkpoints"))
 
 
 def test_resuming_from_an_older_checkpoint_drops_what_came_later(tmp_path):

@@ -11,8 +11,9 @@ from flowalign.distributed.processes import Processes
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
-from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Random
+from flowalign.sampling.settings import Sampling
+from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
@@ -38,6 +39,18 @@ PIXEL_RECIPES = {
         "micro_batch": 5,
     },
     "keeping old means": {"algorithm": GRPO(RatioNorm(0.2)), "step_weight": "std"},
+    "measured weights": {
+        "sampling": {"sde_window": Random(2, 0, 3)},
+        "step_weight": MeasuredWeight(half_life=1.0),
+        "micro_batch": 5,
+    },
+    "measured updates": {
+        "algorithm": GRPO(PPOClip(0.2), kl_coef=0.5),
+        "step_weight": MeasuredWeight(measured="update", half_life=1.0, start="std"),
+        "prompts_per_step": 4,
+        "updates_per_step": 2,
+        "epochs_per_step": 2,
+    },
 }
 
 

@@ -35,6 +35,6 @@ def read_attributes(
 
 
 def _pair(record: Record, medium: Media, where: str) -> Pair:
-    sample = Sample(record.prompt, medium)
+    sample = Sample(record.prompt, medium, references=record.request().references)
     good, bad = (f"{record.prompt}, {record.metadata[name]}" for name in _NAMES)
     return Pair(sample, sample, "attributes", targets=(good, bad), where=where)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Pair, Sample, Segment
+from flowalign.data.preference.pairs import Example, Pair, Sample, Segment, requests_of
 from flowalign.data.preference.validate import Inspection
 from flowalign.data.readers import Dataset, open_dataset
 from flowalign.data.readers.dense_dpo import DENSE_DPO
@@ -16,7 +16,9 @@ from flowalign.data.readers.kto import KTO
 from flowalign.data.readers.local_dpo import LOCAL_DPO, emphasis
 from flowalign.data.readers.preferences import CHOSEN_REJECTED
 from flowalign.data.records import Record
+from flowalign.media.decode import MediaProblem
 from flowalign.media.media import Media
+from flowalign.types import Takes
 
 ByDimension = Mapping[str, Sequence[float]]
 """For each dimension one number per medium of a record; higher is better."""
@@ -102,6 +104,16 @@ def read_samples(
     return _only_labelled(found, report) if labelled else found, report
 
 
+def fitting(examples: Sequence[Example], takes: Takes, report: DropReport) -> list[Example]:
+    """Drop the examples whose request does not have what a policy takes."""
+    kept = []
+    for example in examples:
+        misfit = takes.misfit(requests_of(example)[0])
+        where = example.where if isinstance(example, Pair) else example.media.path or example.prompt
+        report.add(f"unfit request: the policy {misfit}", where) if misfit else kept.append(example)
+    return kept
+
+
 def _only_labelled(samples: Sequence[Sample], report: DropReport) -> list[Sample]:
     """Drop samples without a label."""
     for sample in samples:
@@ -118,10 +130,18 @@ def _usable(dataset: Dataset, report: DropReport) -> Iterator[tuple[str, Record]
     for where, record in dataset.located():
         if record.problem:
             report.add(record.problem)  # which names the row
-        elif problem := _contradiction(record, dataset.schema.name):
+        elif problem := _missing_reference(record) or _contradiction(record, dataset.schema.name):
             report.add(problem, where)
         else:
             yield where, record
+
+
+def _missing_reference(record: Record) -> str:
+    try:
+        record.request()
+    except MediaProblem as problem:
+        return str(problem)
+    return ""
 
 
 def _contradiction(record: Record, schema: str) -> str:
@@ -214,6 +234,7 @@ def _sample(record: Record, i: int) -> Sample:
         record.metadata.get("desirable"),
         _user(record.metadata),
         record.metadata.get("weight_map"),
+        record.request().references,
     )
 
 
@@ -247,7 +268,7 @@ def _key(sample: Sample, inspection: Inspection, judged_alone: bool = False) -> 
     path = sample.media.path
     medium = path.encode() if path else inspection.digest(sample.media)
     judgement = f"{sample.user} {sample.desirable}" if judged_alone else ""
-    return _hashed(sample.prompt.encode(), medium, judgement.encode())
+    return _hashed(sample.request.given, medium, judgement.encode())
 
 
 def _hashed(*parts: bytes) -> bytes:

@@ -1,6 +1,6 @@
 """Defines preference data as read from a dataset: pairs, samples, and labelled segments."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flowalign.media.media import Media
@@ -91,3 +91,10 @@ def requests_of(example: Example) -> list[Request]:
     request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
     return [request, *(replace(request, prompt=text) for text in targets or ())]
+
+
+def all_requests(examples: Iterable[Example], drops_prompts: bool) -> list[Request]:
+    """The different requests to encode for examples, those with a dropped prompt too."""
+    asked = {request for example in examples for request in requests_of(example)}
+    asked |= {replace(r, prompt="") for r in asked if drops_prompts or not r.references}
+    return sorted(asked, key=lambda request: (request.prompt, request.given))

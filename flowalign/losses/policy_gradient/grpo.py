@@ -60,6 +60,11 @@ class GRPO(PolicyLoss):
         return self.surrogate.needs_mean_old
 
     @property
+    def needs_best(self) -> bool:
+        """Return what the surrogate declares."""
+        return self.surrogate.needs_best
+
+    @property
     def pairs(self) -> bool:
         """Return False: transitions have been compared by their advantages before."""
         return False

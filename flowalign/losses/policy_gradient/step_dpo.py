@@ -52,6 +52,11 @@ class StepDPO(PolicyLoss):
 
     @property
     @override
+    def needs_best(self) -> bool:
+        return False
+
+    @property
+    @override
     def pairs(self) -> bool:
         return True
 

@@ -15,9 +15,8 @@ from flowalign.functional.surrogate import (
     ppo_clip,
     ratio_norm,
     reward_clip,
-    travelled_mse,
 )
-from flowalign.functional.transition import Gaussian, mean_sensitivity
+from flowalign.functional.transition import Gaussian, travelled_velocity
 from flowalign.types import Minibatch
 from flowalign.utils.ranges import PositiveFloat
 
@@ -28,6 +27,7 @@ class Surrogate(ABC):
     clip: float
     """Size of the trust region, in the surrogate's own unit."""
     needs_mean_old: ClassVar[bool]
+    needs_best: ClassVar[bool] = False
 
     @abstractmethod
     def __call__(
@@ -142,11 +142,11 @@ class RewardClip(Surrogate):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTuning(Surrogate):
-    """Adds coef * max(A, 0) * mean((v - v_travelled)^2) to another surrogate.
+    """Adds coef * mean((v - v_best)^2) to another surrogate.
 
-    Transitions with a positive advantage are also imitated, in proportion to it. Source:
-    Dynamic-TreeRPO, arXiv:2509.23352v3, known to us from reviews only: there the target is the
-    velocity of the best path of a group. The weight max(A, 0) is our reconstruction.
+    v_best is the velocity that the best sample of the prompt travelled at the same step, noise
+    included, so every path of a tree is tuned towards the best one. Source: Dynamic-TreeRPO,
+    arXiv:2509.23352v3, its Eq. (13), known to us from reviews only.
     """
 
     surrogate: Surrogate
@@ -154,6 +154,7 @@ class LayerTuning(Surrogate):
     """Weight of the added term; no default, as the published value is not known to us."""
     clip: float = field(init=False)
     needs_mean_old: ClassVar[bool] = False
+    needs_best: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Take the clip of the other surrogate; reject one that looks at old means."""
@@ -171,6 +172,7 @@ class LayerTuning(Surrogate):
         self, log_ratio: Float[Tensor, "n"], current: Gaussian, batch: Minibatch
     ) -> tuple[Tensor, Tensor]:
         loss, seen = self.surrogate(log_ratio, current, batch)
-        kappa = mean_sensitivity(batch.kernel, batch.sigmas, batch.k, batch.eta)
-        away = travelled_mse(current.mean, batch.x_next.float(), kappa)
-        return loss + self.coef * batch.advantage.clamp(min=0) * away, seen
+        step, best = (batch.sigmas, batch.k), batch.required_best
+        velocity = travelled_velocity(batch.kernel, batch.x, current.mean, *step, batch.eta)
+        target = travelled_velocity(batch.kernel, best.x, best.x_next, *step, best.eta)
+        return loss + self.coef * (velocity - target).square().flatten(1).mean(1), seen

@@ -4,9 +4,10 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowalign.credit.branch import extremes
 from flowalign.distributed.processes import Processes
 from flowalign.functional.advantage import advantages, zero_spread_share
 from flowalign.functional.combine import Multipliers
@@ -15,9 +16,10 @@ from flowalign.rewards.composite import Rewards, drop_failed
 from flowalign.rewards.objectives import TransformedValues, not_dominated
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.chunks import prepare_for_loss
+from flowalign.training.policy_gradient.measured import Averages
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.state_values import CompletionValues
-from flowalign.types import StepCredit
+from flowalign.types import StepCredit, Trajectory
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def compute_advantages(
         scale=cfg.advantage_scale,
         combine=cfg.advantage_combine,
         std_floor=cfg.std_floor,
+        correction=cfg.std_correction,
     ).clamp(-cfg.advantage_clip, cfg.advantage_clip)
 
 
@@ -110,19 +113,50 @@ def build_batch(
     values: CompletionValues,
     gathered: GatheredCredit,
     advantage: Float[Tensor, "n T"],
+    averages: Averages | None = None,
 ) -> TrainBatch:
-    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them."""
+    """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them.
+
+    Without `averages`, step weights that are measured are those of the start.
+    """
+    chosen = gathered.trained
+    if cfg.extremes is not None:
+        chosen = extremes(advantage[..., None], gathered.credit.group, chosen, cfg.extremes)
     trajectory, start = values.trajectory, gathered.rank_offset
-    local, eta = slice(start, start + len(trajectory.requests)), trajectory.eta.amax(0)
+    local = slice(start, start + len(trajectory.requests))
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage[local],
-        mask=gathered.trained[local],
-        weight=step_weights(cfg.step_weight, trajectory.kernel, trajectory.sigmas, eta, eta > 0),
-        global_mask=gathered.trained,
+        mask=chosen[local],
+        weight=_weights_of_steps(cfg, trajectory, averages),
+        global_mask=chosen,
         rank_offset=start,
+        best=best_samples(values.rewards, gathered.outcome[local], trajectory.group_size)
+        if cfg.algorithm.needs_best
+        else None,
     )
     return prepare_for_loss(batch, cfg.algorithm, processes)
+
+
+def _weights_of_steps(
+    cfg: Settings, trajectory: Trajectory, averages: Averages | None
+) -> Float[Tensor, "T"]:
+    eta = trajectory.eta.amax(0)
+    trained = trajectory.trained.any(0).to(eta.device)
+    weight = step_weights(cfg.step_rule, trajectory.kernel, trajectory.sigmas, eta, trained)
+    if cfg.measured is None:
+        return weight
+    return cfg.measured.weights(averages or Averages.none(len(weight)), weight, trained)
+
+
+def best_samples(
+    rewards: Rewards, outcome: Float[Tensor, "n R"], group_size: int
+) -> Int[Tensor, "n"]:
+    """Return, for each sample, the one of its prompt whose weighted rewards are highest."""
+    usable = rewards.usable(outcome.isfinite())
+    total = (outcome.nan_to_num() @ rewards.weights).masked_fill(~usable, -torch.inf)
+    best = total.view(-1, group_size).argmax(1) + torch.arange(0, len(total), group_size)
+    return best.repeat_interleave(group_size)
 
 
 def credit_metrics(

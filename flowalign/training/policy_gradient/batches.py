@@ -12,7 +12,7 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import Chunk
 from flowalign.functional.preference import best_and_worst
 from flowalign.sampling.completion import take
-from flowalign.types import Minibatch, Trajectory
+from flowalign.types import BestTransition, Minibatch, Trajectory
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class TrainBatch:
     """For losses of pairs: the sample that lost against this one at a step, -1 where none did."""
     chunk: Int[Tensor, "T"] | None = None
     """For ratios of chunks: the chunk of each step."""
+    best: Int[Tensor, "B"] | None = None
+    """For losses that need it: the best sample of each one's prompt."""
     others: Float[Tensor, "B T"] | None = None
     """Summed log-ratios of the other transitions of a chunk; None while no weight has moved."""
 
@@ -76,8 +78,8 @@ def parts(
 def minibatches(batch: TrainBatch, rows: Int[Tensor, "n"], size: int) -> Iterator[Minibatch]:
     """Yield every trained transition of the given samples once, in minibatches of one step k.
 
-    A minibatch has at most `size` transitions. For pairs, the winners come first and then, in the
-    same order, the losers; no pair is divided.
+    A minibatch has the transitions of at most `size` states. For pairs, the winners come first and
+    then, in the same order, the losers; no pair is divided.
     """
     for k, chosen in portions(batch, rows, size):
         yield minibatch(batch, k, chosen)
@@ -89,12 +91,25 @@ def portions(
     """Yield step and samples of each minibatch."""
     if batch.rival is None:
         for k in batch.mask[rows].any(0).nonzero().flatten().tolist():
-            yield from ((k, chosen) for chosen in rows[batch.mask[rows, k]].split(size))
+            chosen = rows[batch.mask[rows, k]]
+            yield from ((k, part) for part in _of_states(batch.trajectory, k, chosen, size))
         return
     wins = batch.rival[rows] >= 0
     for k in wins.any(0).nonzero().flatten().tolist():
         for winners in rows[wins[:, k]].split(max(size // 2, 1)):
             yield k, torch.cat([winners, batch.rival[winners, k]])
+
+
+def _of_states(
+    trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"], size: int
+) -> Iterator[Int[Tensor, "m"]]:
+    """Yield the samples whose transition k leaves one of `size` states, for all their states."""
+    states, row = trajectory.rows.source_row[chosen, k].unique(return_inverse=True)
+    if len(states) == len(chosen):
+        yield from chosen.split(size)
+        return
+    for start in range(0, len(states), size):
+        yield chosen[(row >= start) & (row < start + size)]
 
 
 def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
@@ -114,7 +129,22 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         cond=take(trajectory.cond, on_device // trajectory.group_size),
         mean_old=trajectory.mean(k, chosen),
         chunk=_chunk(batch, k, chosen),
+        source=_source(trajectory, k, chosen),
+        best=_best(batch, k, chosen),
     )
+
+
+def _source(trajectory: Trajectory, k: int, chosen: Int[Tensor, "n"]) -> Int[Tensor, "n"] | None:
+    source = trajectory.rows.source_row[chosen, k]
+    return source if len(source.unique()) < len(source) else None
+
+
+def _best(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> BestTransition | None:
+    if batch.best is None:
+        return None
+    trajectory, best = batch.trajectory, batch.best[chosen]
+    eta = trajectory.eta[best.to(trajectory.device), k]
+    return BestTransition(trajectory.state(k, best), trajectory.state(k + 1, best), eta)
 
 
 def _chunk(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Chunk | None:

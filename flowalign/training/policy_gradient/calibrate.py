@@ -14,7 +14,8 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
 from flowalign.sampling.calibration import Calibration, Gains, calibrate
 from flowalign.sampling.completion import CompletionRequest
-from flowalign.sampling.rollout import Sampling, sample
+from flowalign.sampling.rollout import sample
+from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.rollouts import completion_values
 from flowalign.training.policy_gradient.settings import Settings
@@ -66,7 +67,8 @@ def _gains(
 ) -> Gains:
     """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another request."""
     local = learner.processes.share(range(num_samples))
-    plain = replace(cfg.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain())
+    one = {"samples_per_prompt": 1, "seeds_per_prompt": None, "branching": Chain()}
+    plain = replace(cfg.sampling, tail_ratio=None, **one)
 
     def gains(psi: Tensor, iteration: int) -> Float[Tensor, "N T"]:
         drawn, generators = draws(order, order.seed, iteration, num_samples)

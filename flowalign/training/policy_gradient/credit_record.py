@@ -135,7 +135,7 @@ def shown_states(values: CompletionValues) -> list[CompletionRequest]:
 def branches(trajectory: Trajectory) -> bool:
     """Return whether samples share noisy steps, or are noisy in different ones."""
     noisy = (trajectory.eta > 0).cpu()
-    return bool((trajectory.trained != noisy).any() or (noisy != noisy[:1]).any())
+    return bool(trajectory.shared.any() or (noisy != noisy[:1]).any())
 
 
 def weighted(value: Float[Tensor, "*n R"], weights: Float[Tensor, "R"]) -> Float[Tensor, "*n"]:

@@ -9,7 +9,9 @@ trajectory.
 """
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,8 +37,10 @@ from flowalign.training.policy_gradient.advantages import (
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
+from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
 from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
@@ -59,6 +63,10 @@ class PolicyGradientLoop(Loop):
         self.requests, self.observer, self.log = requests, observer, log
         self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
         """Lagrange multipliers of reward dimensions that are held near thresholds."""
+        self.steps = step_gradients(cfg, learner)
+        """Gradients of denoising steps, if their weights are measured."""
+        self.history = OutcomeHistory(cfg.history)
+        """Outcomes of earlier steps that the credit method compares with."""
 
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
@@ -68,18 +76,21 @@ class PolicyGradientLoop(Loop):
             start = time.perf_counter()
             requests = self.requests.batch(step, cfg.prompts_per_step)
             values = collect_rollouts(cfg, learner, rewards, requests, seed, step)
+            values.history = self.history
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
             gathered = gather_credit(cfg, learner.processes, values, credit)
+            self.history.add([request.key for request in requests], gathered.outcome)
             advantage = compute_advantages(cfg, gathered.credit, self.weights)
-            batch = build_batch(cfg, learner.processes, values, gathered, advantage)
+            averages = self.steps and self.steps.averages
+            batch = build_batch(cfg, learner.processes, values, gathered, advantage, averages)
             metrics = self._finish_credit(gathered, advantage)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
             checks.before_update(_all_minibatches(batch, cfg.micro_batch))
             checked = time.perf_counter()
-            metrics |= update(cfg, learner, batch, seed, step)
+            metrics |= update(cfg, learner, batch, seed, step, self.steps)
             checks.after_update(_all_minibatches(batch, cfg.micro_batch))
             done = time.perf_counter()
             metrics |= {
@@ -107,12 +118,19 @@ class PolicyGradientLoop(Loop):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"multipliers": self.multipliers and self.multipliers.state()}
+        return {
+            "multipliers": self.multipliers and self.multipliers.state(),
+            "history": self.history.state(),
+            "step_weight": self.steps and self.steps.state(),
+        }
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         if self.multipliers and state["multipliers"]:
             self.multipliers = self.multipliers.restored(state["multipliers"])
+        if self.steps and state.get("step_weight"):  # older checkpoints have none
+            self.steps.restore(state["step_weight"])
+        self.history.restore(state.get("history", []))  # which 0.1 did not save
 
     def _finish_credit(
         self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
@@ -133,28 +151,61 @@ def moved(
     return cfg.thresholds.after(multipliers, outcome)
 
 
+def step_gradients(cfg: Settings, learner: Learner) -> StepGradients | None:
+    """Return what measures the weights of steps, or None if they are given."""
+    if cfg.measured is None:
+        return None
+    return StepGradients(cfg.measured, learner, cfg.sampling.num_steps, cfg.updates_per_step)
+
+
 def update(
-    cfg: Settings, learner: Learner, batch: TrainBatch, seed: int, step: int
+    cfg: Settings,
+    learner: Learner,
+    batch: TrainBatch,
+    seed: int,
+    step: int,
+    steps: StepGradients | None = None,
 ) -> dict[str, float]:
-    """Make the updates of one step, and return metrics averaged over transitions and ranks."""
+    """Make the updates of one step, and return metrics averaged over transitions and ranks.
+
+    Step weights are measured in the first epoch: later on the weights have seen the samples.
+    """
     totals: dict[str, Tensor] = {}
     metrics: dict[str, float] = {}
     sampled_with = learner.num_updates
     for epoch in range(cfg.epochs_per_step):
         for part in parts(batch, cfg.updates_per_step, generator(seed, "order", step, epoch)):
             num_trained = int(batch.global_mask[part].sum())
-            local = _local(batch, part)
             if batch.chunk is not None and learner.num_updates > sampled_with:
+                local = _local(batch, part)
                 batch = with_log_ratios(batch, local, learner.policy, cfg.micro_batch)
-            for minibatch in minibatches(batch, local, cfg.micro_batch):
-                loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
-                share = len(minibatch.x) / num_trained
-                learner.backward(share * loss)
-                for name, stat in stats.items():
-                    totals[name] = totals.get(name, 0.0) + share / cfg.updates * stat
+            backward = partial(_backward, cfg, learner, num_trained, totals)
+            if steps and num_trained:
+                steps.accumulate(batch, part, backward, measures=epoch == 0)
+            else:
+                deque(backward(batch, part), maxlen=0)
             metrics |= learner.step() if num_trained else {}
     means = torch.stack(list(totals.values())).tolist() if totals else []
-    return metrics | learner.processes.total(dict(zip(totals, means, strict=True)))
+    metrics |= learner.processes.total(dict(zip(totals, means, strict=True)))
+    return metrics | (steps.metrics(batch.weight) if steps else {})
+
+
+def _backward(
+    cfg: Settings,
+    learner: Learner,
+    num_trained: int,
+    totals: dict[str, Tensor],
+    batch: TrainBatch,
+    samples: Int[Tensor, "n"],
+) -> Iterator[int]:
+    """Accumulate gradient and statistics of these samples; yield the step of each minibatch."""
+    for minibatch in minibatches(batch, _local(batch, samples), cfg.micro_batch):
+        loss, stats = cfg.algorithm.loss(learner.policy, learner.reference, minibatch)
+        share = len(minibatch.x) / num_trained
+        learner.backward(share * loss)
+        for name, stat in stats.items():
+            totals[name] = totals.get(name, 0.0) + share / cfg.updates * stat
+        yield minibatch.k
 
 
 def _local(batch: TrainBatch, samples: Int[Tensor, "n"]) -> Int[Tensor, "m"]:

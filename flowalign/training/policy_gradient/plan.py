@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from math import ceil, prod
 
+import torch
+
+from flowalign.credit.branch import extremes
 from flowalign.sampling.calibration import Calibration
+from flowalign.sampling.completion import credit_requirements
 from flowalign.sampling.frame_windows import frame_windows
-from flowalign.sampling.rollout import DTYPES
+from flowalign.sampling.settings import DTYPES
 from flowalign.training.policy_gradient.batches import alternatives
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.step_gradients import kept_size
 from flowalign.training.recipe import MemoryPart, RecipePlan, RunContext
 from flowalign.training.reference import unguided
 from flowalign.types import ModelPlan, Trajectory
@@ -31,10 +36,11 @@ def plan_step(
     )
     rows = _rows(cfg, run, window)
     rows |= _calibration_rows(cfg, calibration, run, window)
+    rows |= _measured_rows(cfg)
     rows["samples in the whole run"] = f"{cfg.examples_per_step * run.num_steps}"
     return RecipePlan(
         rows=rows,
-        parts=_rollout_memory(cfg, model, world, window),
+        parts=[*_rollout_memory(cfg, model, world, window), *_measured_memory(cfg, model, window)],
         evaluations_per_example=per_velocity,
         decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
     )
@@ -43,7 +49,8 @@ def plan_step(
 def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> dict[str, int]:
     """Return the network evaluations for one prompt, by purpose.
 
-    Those with gradient are `training`. States that samples share count once.
+    Those with gradient are `training`; `ratios` are those of other steps of a chunk, needed from
+    the second update on. States that samples share count once.
 
     Source: the counts of published methods in their papers.
     """
@@ -54,22 +61,44 @@ def evaluations(cfg: Settings, window: Sequence[int], per_velocity: int = 1) -> 
         * (1 if how.guidance == "off" else per_velocity)
         for k, how in cfg.requested(window)
     ]
-    training = num_trained(cfg, empty) * cfg.epochs_per_step * per_velocity
-    sampled = sum(len(empty.rows.unique_rows(k)) for k in range(num_steps))
+    training = num_evaluated(cfg, empty) * cfg.epochs_per_step * per_velocity
+    made = set(range(num_steps)) - cfg.sampling.skipped(window)
+    sampled = sum(len(empty.rows.unique_rows(k)) for k in made)
     return {
         "sampling": sampled * per_velocity,
         "completing": sum(completing),
         "training": training,
         "reference": training if cfg.algorithm.needs_reference else 0,
+        "ratios": 0
+        if cfg.algorithm.chunks is None
+        else training * (cfg.updates - 1) // cfg.updates,
     }
 
 
 def num_trained(cfg: Settings, empty: Trajectory) -> int:
     """Return the transitions of a prompt that an update sees; for pairs, at most that many."""
     if not cfg.algorithm.pairs:
-        return int(empty.trained.sum())
+        chosen = empty.trained
+        if cfg.extremes is not None:
+            group = credit_requirements(cfg.credit, empty, cfg.completion).credit.group
+            chosen = extremes(torch.zeros(*group.shape, 1), group, chosen, cfg.extremes)
+        return int(chosen.sum())
     sets = alternatives(empty)[empty.trained].unique(return_counts=True)[1]
     return 2 * int((sets > 1).sum())
+
+
+def num_evaluated(cfg: Settings, empty: Trajectory) -> int:
+    """Return the states of a prompt that an update evaluates: one for all that leave it.
+
+    Pairs, extremes, and samples that are spread over several updates may leave fewer states, so
+    this is the most.
+    """
+    transitions = num_trained(cfg, empty)
+    if cfg.algorithm.pairs or cfg.updates_per_step > 1:
+        return transitions
+    source = empty.rows.source_row[:, :-1]
+    states = sum(len(source[empty.trained[:, k], k].unique()) for k in range(empty.num_steps))
+    return min(states, transitions)
 
 
 def _check(cfg: Settings, run: RunContext, model: ModelPlan, world: int) -> None:
@@ -97,14 +126,24 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
     return {
         "samples per step": f"{cfg.examples_per_step} = {cfg.prompts_per_step} prompts "
         f"x {sampling.samples_per_prompt}",
-        "denoising steps": f"{sampling.num_steps}, of which {len(window)} stochastic and trained "
-        f"{list(window)}",
+        "denoising steps": _steps(cfg, window),
         "network evaluations per step": " + ".join(f"{n} {name}" for name, n in cost.items()),
         "values of states": f"{sorted({k for k, _ in requested})}",
         "transitions trained per step": f"{cfg.prompts_per_step * num_trained(cfg, empty)}",
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards.models)}",
     }
+
+
+def _steps(cfg: Settings, window: Sequence[int]) -> str:
+    """Return how many steps are made, which are trained, and whether others are noisy too."""
+    sampling = cfg.sampling
+    noisy = len(sampling.stochastic(window))
+    made = sampling.num_steps - len(sampling.skipped(window))
+    trained = f"{len(window)} stochastic and trained {list(window)}"
+    if noisy > len(window):
+        trained = f"{noisy} stochastic, {len(window)} of them trained {list(window)}"
+    return f"{made}, of which {trained}"
 
 
 def _calibration_rows(
@@ -122,6 +161,26 @@ def _calibration_rows(
         f"{samples * each * run.policy.evaluations_per_velocity} network evaluations, "
         f"{samples * len(ks)} decodes, {samples * len(ks) * len(run.rewards.models)} reward calls"
     }
+
+
+def _measured_rows(cfg: Settings) -> dict[str, str]:
+    """Return how step weights are measured, if they are."""
+    how = cfg.measured
+    if how is None:
+        return {}
+    return {
+        "step weights": f"measured from {how.measured}s, over half of "
+        f"{cfg.prompts_per_step // cfg.updates_per_step} prompts each; start {how.start}, "
+        f"half-life {how.half_life:g} steps, floor {how.floor:g}"
+    }
+
+
+def _measured_memory(cfg: Settings, model: ModelPlan, window: Sequence[int]) -> list[MemoryPart]:
+    """Return the memory of the gradients of steps over halves, of their sum and of one copy."""
+    if cfg.measured is None:
+        return []
+    kept = 2 * len(window) * kept_size(model.trainable, cfg.sampling.num_steps)
+    return [MemoryPart("gradients of steps", 4 * (kept + 2 * model.trainable), "updating")]
 
 
 def _rollout_memory(

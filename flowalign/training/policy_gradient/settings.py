@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
@@ -14,9 +15,11 @@ from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
 from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
-from flowalign.sampling.rollout import Sampling, empty_trajectory
+from flowalign.sampling.rollout import empty_trajectory
+from flowalign.sampling.settings import Sampling
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
+from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.types import CreditEstimator, PolicyLoss, Trajectory, plain_requests
 from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
@@ -43,11 +46,14 @@ class Settings:
     epochs_per_step: PositiveInt = 1
     """Number of passes over the samples of a step."""
     micro_batch: PositiveInt = 64
-    """Transitions per forward and backward pass; changes memory, not the update."""
+    """States per forward and backward pass, with all transitions that leave them; changes memory,
+    not the update."""
     advantage_scale: Scale = "group"
     """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
     whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. none: 1 (Dr.
     GRPO). given: the credit method returns advantages."""
+    std_correction: Literal[0, 1] = 0
+    """1: these deviations divide by n - 1 (DanceGRPO, MixGRPO), 0: by n (Flow-GRPO)."""
     advantage_combine: Combine = "sum_of_advantages"
     """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
     advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
@@ -62,9 +68,15 @@ class Settings:
     """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
     std_floor: NonNegativeFloat = 1e-6
     """Standard deviation of credit up to which a group carries no signal and gets zeros."""
-    step_weight: StepWeight | list[NonNegativeFloat] = "uniform"
-    """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`, or a number for
-    each step, such as `flowalign probe` finds."""
+    extremes: PositiveInt | None = None
+    """Number of the best and of the worst of each group that are trained (DanceGRPO for videos: 4
+    of 24), by their advantage among all. Null: all are."""
+    step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
+        "uniform"
+    )
+    """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`; a number for
+    each step, such as `flowalign probe` finds; or `measured` while training, with settings of its
+    own such as `{measured: update, half_life: 40}`."""
     on_failed_reward: OnFailure = "raise"
     """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
     trained. drop_group: nor are those of the other samples of their prompt at the same step."""
@@ -75,15 +87,11 @@ class Settings:
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
         self._check_step_weight()
+        self._check_advantages()
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
                 f"{self.examples_per_step} samples of a step that they are made of"
-            )
-        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
-            raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
-                "Use at least 2, or advantage_scale batch"
             )
         for iteration in (0, 10**6):
             steps = self.sampling.sde_window.steps(
@@ -99,12 +107,51 @@ class Settings:
             )
 
     def _check_step_weight(self) -> None:
-        if isinstance(self.step_weight, str):
-            return
-        if len(self.step_weight) != self.sampling.num_steps or not any(self.step_weight):
+        rule, num_steps = self.step_rule, self.sampling.num_steps
+        key = "recipe.step_weight.start" if self.measured else "recipe.step_weight"
+        if not isinstance(rule, str) and (len(rule) != num_steps or not any(rule)):
             raise ValueError(
-                f"recipe.step_weight is {self.step_weight}; give a number for each of the "
-                f"{self.sampling.num_steps} denoising steps, not all 0, or the name of a rule"
+                f"{key} is {rule}; give a number for each of the {num_steps} denoising steps, "
+                "not all 0, or the name of a rule"
+            )
+        if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
+            raise ValueError(
+                f"recipe.step_weight is measured between two halves of the prompts of an update; "
+                f"prompts_per_step is {self.prompts_per_step}, updates_per_step "
+                f"{self.updates_per_step}: make prompts_per_step at least twice as large"
+            )
+
+    @property
+    def measured(self) -> MeasuredWeight | None:
+        """Return how step weights are measured while training, or None."""
+        named = MeasuredWeight() if self.step_weight == "measured" else self.step_weight
+        return named if isinstance(named, MeasuredWeight) else None
+
+    @property
+    def step_rule(self) -> StepWeight | list[float]:
+        """Return the rule or the numbers of step weights; of measured ones, those at the start."""
+        measured = self.measured
+        if measured:
+            return "uniform" if measured.start == "noise" else measured.start
+        assert self.step_weight != "measured"
+        assert not isinstance(self.step_weight, MeasuredWeight)
+        return self.step_weight
+
+    def _check_advantages(self) -> None:
+        if self.sampling.samples_per_prompt == 1 and self.advantage_scale == "group":
+            raise ValueError(
+                "sampling.samples_per_prompt is 1: a group of one has no spread to scale by. "
+                "Use at least 2, or advantage_scale batch"
+            )
+        if self.std_correction and self.advantage_scale in ("none", "given"):
+            raise ValueError(
+                f"recipe.std_correction is {self.std_correction}, but advantage_scale "
+                f"{self.advantage_scale} divides by no deviation: set it to 0"
+            )
+        if self.extremes is not None and 2 * self.extremes > self.sampling.samples_per_prompt:
+            raise ValueError(
+                f"recipe.extremes is {self.extremes}: the best and the worst {self.extremes} are "
+                f"more than the {self.sampling.samples_per_prompt} samples of a prompt"
             )
 
     @property
@@ -141,6 +188,12 @@ class Settings:
         """
         return self._requirements(steps).requested
 
+    @property
+    def history(self) -> int:
+        """Return the number of earlier steps whose outcomes the credit method compares with."""
+        first = self.sampling.sde_window.steps(self.sampling.num_steps, 0, torch.Generator())
+        return self._requirements(first).history
+
     def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
         """Return the indices of the states that a rollout keeps.
 
@@ -164,5 +217,11 @@ class Settings:
             raise ValueError(
                 f"recipe.advantage_scale is {self.advantage_scale}, but "
                 f"{type(self.credit).__name__} gives {advised}"
+            )
+        between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
+        if between and self.sampling.tail_ratio is not None:
+            raise ValueError(
+                f"recipe.sampling.tail_ratio shortens rollouts, but {type(self.credit).__name__} "
+                f"values the states {between} on the whole schedule: set it to null"
             )
         return needs

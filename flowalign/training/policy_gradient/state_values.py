@@ -10,7 +10,8 @@ from torch import Tensor
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards, Scoring
 from flowalign.sampling.completion import CompletionRequest
-from flowalign.types import Policy, RewardOutput, Trajectory, ValueFunction
+from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
+from flowalign.types import PastOutcomes, Policy, RewardOutput, Trajectory, ValueFunction
 
 
 @dataclass
@@ -48,6 +49,8 @@ class CompletionValues(ValueFunction):
         self.pending: list[_Pending] = []
         self.parts: Sequence[CompletionValues] = ()
         """Values of the trajectories that this one was concatenated from."""
+        self.history: OutcomeHistory = OutcomeHistory(0)
+        """Outcomes of earlier steps of the loop."""
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         """Return the rewards of states ks, each completed by ODE; NaN where a reward failed."""
@@ -58,6 +61,11 @@ class CompletionValues(ValueFunction):
         index = [self.trajectory.rows.row_index(k) for k in ks]
         values = [self.known[r].values[at] for r, at in zip(requests, index, strict=True)]
         return torch.stack(values, 1)
+
+    def past(self, num_steps: int) -> PastOutcomes | None:
+        """Return the outcomes that these prompts had in earlier steps of the loop."""
+        keys = [request.key for request in self.trajectory.requests[:: self.trajectory.group_size]]
+        return self.history.of(keys, self([self.trajectory.num_steps])[:, 0], num_steps)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:
         """Complete and decode states that are new, in chunks that go to the rewards at once."""

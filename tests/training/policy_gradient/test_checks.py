@@ -67,7 +67,7 @@ class DetachedKL(GRPO):
 class DetachedLoss(PolicyLoss):
     """Has a gradient of exactly 0."""
 
-    needs_reference = needs_mean_old = pairs = False
+    needs_reference = needs_mean_old = needs_best = pairs = False
     chunks = None
     clip = 0.2
 

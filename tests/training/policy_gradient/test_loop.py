@@ -19,10 +19,11 @@ from flowalign.losses.policy_gradient.surrogates import (
 )
 from flowalign.rewards.checked import RewardFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.sampling.rollout import Sampling
 from flowalign.sampling.sde_windows import Fixed
+from flowalign.sampling.settings import Sampling
 from flowalign.training.ema import EMA
 from flowalign.training.learner import Optimizer, TrainingFailure
+from flowalign.training.policy_gradient.advantages import best_samples
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
@@ -63,6 +64,7 @@ class Spy(PolicyLoss):
 
     needs_reference = False
     needs_mean_old = False
+    needs_best = False
     pairs = False
     chunks = None
     clip = 0.2
@@ -119,22 +121,31 @@ def test_every_surrogate_raises_a_reward_that_can_be_learned(surrogate):
     assert all(math.isfinite(v) for m in metrics for v in m.values())
 
 
-def test_layer_tuning_pulls_good_transitions_to_the_velocity_travelled_and_leaves_bad_ones():
-    """The velocity travelled is v + (x_next - mean) / kappa with Flow-SDE's kappa written out."""
+def test_layer_tuning_pulls_every_path_to_the_velocity_of_the_best_one():
+    """That velocity is v + (x_next - mean) / kappa there, with Flow-SDE's kappa written out."""
     learner, cfg = new_learner(PixelPolicy(seed=2)), new_recipe()
-    batch, _ = judged(cfg, new_rewards(), learner)
-    part = list(minibatches(batch, torch.arange(12), 100))[1]
-    assert {True, False} == set((part.advantage > 0).tolist())
-    plain = GRPO(PPOClip(0.2)).loss(learner.policy, learner.reference, part)[0]
     tuned = GRPO(LayerTuning(surrogate=PPOClip(0.2), coef=0.3))
+    batch, _ = judged(replace(cfg, algorithm=tuned), new_rewards(), learner)
+    best = batch.advantage[:, 1].view(3, 4).argmax(1) + torch.tensor([0, 4, 8])
+    assert batch.best.tolist() == best.repeat_interleave(4).tolist()
+    part = list(minibatches(batch, torch.arange(12), 100))[1]
+    plain = GRPO(PPOClip(0.2)).loss(learner.policy, learner.reference, part)[0]
     extra = tuned.loss(learner.policy, learner.reference, part)[0] - plain
     v = learner.policy.velocity(part.x, part.sigmas[1], part.cond)
     kappa = -0.25 * (1 + 0.8**2 / 2)  # -dt (1 + eta^2 / 2), as sigma is below 1
     travelled = v + (part.x_next - part.transition(learner.policy).mean) / kappa
-    away = (v - travelled).square().mean(1)
-    torch.testing.assert_close(extra, (0.3 * part.advantage.clamp(min=0) * away).mean())
+    away = (v - travelled[batch.best]).square().mean(1)
+    torch.testing.assert_close(extra, 0.3 * away.mean())
     assert extra > 1e-3
     assert tuned.clip == 0.2
+
+
+def test_a_best_sample_has_the_highest_weighted_reward_that_is_known():
+    rewards = new_rewards()
+    red = torch.tensor([0.1, math.nan, 0.3, 0.2, 5.0, 4.0, 6.0, -1.0])
+    outcome = torch.stack([red if dim == "redness" else -red for dim in rewards.dims], 1)
+    assert len(rewards.dims) == 2  # the other one weighs nothing
+    assert best_samples(rewards, outcome, 4).tolist() == [2, 2, 2, 2, 6, 6, 6, 6]
 
 
 def test_reward_clip_lets_the_best_move_further():

@@ -1,0 +1,47 @@
+"""Take longer deterministic steps of higher order: the multistep ODE solver DPM-Solver++(2M).
+
+Source: DPM-Solver++, arXiv:2211.01095; MixGRPO-Flash, arXiv:2507.21802v7, after its window.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+def thinned_schedule(sigmas: Float[Tensor, "S"], path: Sequence[int]) -> Float[Tensor, "S"]:
+    """Return the schedule whose steps join the given points, in as many points as before.
+
+    The points between two of the path move to the first of them, where steps of length 0 do
+    nothing.
+    """
+    thinned = sigmas.clone()
+    for start, stop in pairwise(path):
+        thinned[start + 1 : stop] = sigmas[start]
+    return thinned
+
+
+def second_order_step(
+    x: Float[Tensor, "n *latent"],
+    x0_hat: Float[Tensor, "n *latent"],
+    x0_before: Float[Tensor, "n *latent"],
+    before: Float[Tensor, ""],
+    sigma: Float[Tensor, ""],
+    following: Float[Tensor, ""],
+) -> Float[Tensor, "n *latent"]:
+    """Return the state at `following`, from the data predicted at `sigma` and at `before`.
+
+    With lambda = log((1 - sigma) / sigma), it is the Euler step to x0_hat + (x0_hat - x0_before) h
+    / (2 h_before), where h is the growth of lambda over this step, h_before over the one before.
+    From pure noise and to clean data, where lambda is infinite, it is the Euler step to x0_hat.
+    """
+    target = x0_hat
+    if before < 1 and following > 0:
+        growth = (_log_odds(following) - _log_odds(sigma)) / (_log_odds(sigma) - _log_odds(before))
+        target = x0_hat + growth / 2 * (x0_hat - x0_before)
+    return following / sigma * x + (1 - following / sigma) * target
+
+
+def _log_odds(sigma: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    return ((1 - sigma) / sigma).log()

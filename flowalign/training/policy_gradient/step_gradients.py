@@ -1,0 +1,173 @@
+"""Weigh the gradients of denoising steps in an update, and measure them over halves of prompts."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from flowalign.functional.signal import moments_of_halves, projected
+from flowalign.training.learner import Learner
+from flowalign.training.policy_gradient.batches import TrainBatch
+from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
+
+MOST_BYTES = 2**30
+"""Memory for the gradients of all steps over both halves; larger ones are projected."""
+PROJECTED = 2**16
+"""Dimensions of a projected gradient."""
+
+Backward = Callable[[TrainBatch, Int[Tensor, "n"]], Iterable[int]]
+"""Accumulates the gradient of these samples, and yields the denoising step of each minibatch."""
+
+
+class StepGradients:
+    """Makes updates of weighted gradients of steps, and owns the averages of what they show."""
+
+    def __init__(self, cfg: MeasuredWeight, learner: Learner, num_steps: int, updates: int):
+        self.cfg, self.learner = cfg, learner
+        self.averages = Averages.none(num_steps)
+        self.decay = 0.5 ** (1 / (cfg.half_life * updates))
+        """Weight of earlier measurements after one of the `updates` of a step of the loop."""
+        size = sum(p.numel() for p in learner.parameters)
+        self.size = kept_size(size, num_steps)
+        self.signs = None if self.size == size else _signs(size, learner.processes.device)
+
+    def accumulate(
+        self, batch: TrainBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
+    ) -> None:
+        """Leave in the parameters the weighted gradient of these samples, and measure it if asked.
+
+        `backward` gets the batch with equal weights, half of the prompts after the other.
+        """
+        scale = self._scale() if measures else None
+        steps = batch.global_mask[samples].any(0).nonzero()[:, 0]
+        place = {k: i for i, k in enumerate(steps.tolist())}
+        kept = torch.zeros(2, len(place), self.size, device=self.learner.processes.device)
+        equal = replace(batch, weight=torch.ones_like(batch.weight))
+        weight, sums = batch.weight.tolist(), _Sums(self.learner.parameters)
+        parts = halves(samples, batch.trajectory.group_size)
+        for half, part in zip(kept, parts, strict=True):
+            for k in backward(equal, part):
+                if scale is not None:
+                    half[place[k]] += self._keep(sums.latest().mul_(scale))
+                sums.take(weight[k])
+        sums.put()
+        if scale is not None:
+            first = len(parts[0]) / len(samples)
+            self._include(self.learner.processes.sum(kept), (first, 1 - first), steps)
+
+    def metrics(self, weight: Float[Tensor, "T"]) -> dict[str, float]:
+        """Return the weights of a step of the loop, and the averages of signal and noise after it.
+
+        Steps of weight 0 are left out.
+        """
+        steps = weight.cpu().nonzero()[:, 0]
+        found, known = self.averages.of(steps), self.averages.evidence.diagonal()[steps] > 0
+        columns = {
+            "weight": weight.cpu()[steps],
+            "signal": found.signal.diagonal().where(known, torch.nan),
+            "noise": found.noise.diagonal().where(known, torch.nan),
+        }
+        return {
+            f"step_{name}/{k}": value
+            for name, column in columns.items()
+            for k, value in zip(steps.tolist(), column.tolist(), strict=True)
+        }
+
+    def state(self) -> dict[str, Any]:
+        """Return the state that a checkpoint stores."""
+        return {"measured": self.cfg.measured} | self.averages.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on with the averages of a checkpoint.
+
+        Raises:
+            ValueError: They are of another quantity, or of another number of denoising steps.
+        """
+        averages = Averages.restored(state)
+        here = self.cfg.measured, len(self.averages.signal)
+        there = state["measured"], len(averages.signal)
+        if here != there:
+            raise ValueError(
+                f"recipe.step_weight measures the {here[0]} of {here[1]} denoising steps, but the "
+                f"averages of the checkpoint are of the {there[0]} of {there[1]}:\n"
+                "set recipe.step_weight.measured and recipe.sampling.num_steps as they were"
+            )
+        self.averages = averages
+
+    def _include(
+        self, kept: Float[Tensor, "2 K p"], shares: tuple[float, float], steps: Int[Tensor, "K"]
+    ) -> None:
+        """Include the gradients of all ranks in the averages, unless one is not finite."""
+        found = moments_of_halves(kept, shares)
+        if found.noise.isfinite().all():
+            self.averages = self.averages.after(found, steps, self.decay)
+
+    def _keep(self, gradient: Float[Tensor, "p"]) -> Float[Tensor, "q"]:
+        """Return the gradient, or its projection."""
+        return gradient if self.signs is None else projected(gradient, self.signs, self.size)
+
+    def _scale(self) -> Tensor | None:
+        """Return the factor on each entry of a gradient that is measured.
+
+        None if AdamW has no second moment yet, without which an update is not known.
+        """
+        loss_scale = self.learner.scaler.get_scale()
+        if self.cfg.measured == "gradient":
+            return torch.tensor(1 / loss_scale, device=self.learner.processes.device)
+        optimizer = self.learner.optimizer
+        (group,), factors = optimizer.param_groups, []
+        for p in self.learner.parameters:
+            if not (state := optimizer.state.get(p)):
+                return None
+            second = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+            factors.append(1 / (second.sqrt() + group["eps"]).flatten())
+        return torch.cat(factors).float() / loss_scale
+
+
+class _Sums:
+    """Sums gradients with weights, beside the ones that accumulate in the parameters."""
+
+    def __init__(self, parameters: list[nn.Parameter]):
+        self.parameters = parameters
+        self.sums: dict[nn.Parameter, Tensor] = {}
+
+    def latest(self) -> Float[Tensor, "p"]:
+        """Return what has accumulated since the last `take`."""
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        return torch.cat([g.flatten().float() for g in found])
+
+    def take(self, weight: float) -> None:
+        """Move what has accumulated to the sums."""
+        grads = {p: p.grad for p in self.parameters if p.grad is not None}
+        self.sums |= {p: torch.zeros_like(p) for p in grads if p not in self.sums}
+        if grads:
+            torch._foreach_add_([self.sums[p] for p in grads], list(grads.values()), alpha=weight)
+        for p in grads:
+            p.grad = None
+
+    def put(self) -> None:
+        """Make the sums the gradients of the parameters."""
+        for p, total in self.sums.items():
+            p.grad = total
+
+
+def halves(samples: Int[Tensor, "n"], group_size: int) -> tuple[Tensor, Tensor]:
+    """Return the samples of the first half of their prompts, and those of the others."""
+    prompt = samples // group_size
+    present = prompt.unique()
+    first = prompt < present[len(present) // 2]
+    return samples[first], samples[~first]
+
+
+def kept_size(size: int, num_steps: int) -> int:
+    """Return the dimensions that are kept of a gradient of `size` entries."""
+    return size if 2 * num_steps * 4 * size <= MOST_BYTES else min(size, PROJECTED)
+
+
+def _signs(size: int, device: torch.device) -> Tensor:
+    """Return random signs, the same on all ranks."""
+    drawn = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.bool)
+    return drawn.to(device)

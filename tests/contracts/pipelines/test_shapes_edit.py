@@ -1,0 +1,94 @@
+"""The embedded editing model: trained as plain diffusers asks, which reads what training wrote."""
+
+import argparse
+from itertools import pairwise
+from pathlib import Path
+
+import edited_world
+import pytest
+import torch
+import train
+from build import save
+from diffusers import FluxKontextPipeline
+from torchvision.transforms.functional import to_pil_image
+
+ASSETS = Path("assets/shapes_edit")
+CALL = {
+    "height": 32,
+    "width": 32,
+    "max_area": 32 * 32,
+    "_auto_resize": False,
+    "max_sequence_length": train.TOKENS,
+    "num_inference_steps": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An untrained pipeline of the script, every parameter away from its start, as it is saved."""
+    torch.manual_seed(0)
+    sizes = argparse.Namespace(vae="assets/shapes/sd3", width=32, double_layers=1, single_layers=2)
+    pipe = train.new_pipeline(sizes)
+    with torch.no_grad():
+        for p in pipe.transformer.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    saved = tmp_path_factory.mktemp("pipeline")
+    save(pipe, saved)
+    return saved
+
+
+def plain(folder):
+    pipe = FluxKontextPipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@torch.no_grad()
+def test_training_asks_the_network_what_the_plain_pipeline_asks(folder):
+    pipe = plain(folder)
+    edits = edited_world.edits(edited_world.combinations()[0], 4, seed=4)
+    sources = torch.stack([edited_world.picture(e.change.source) for e in edits])
+    editor, x = train.Editor(pipe), torch.randn(4, 16, 16)
+    text = editor.embed(train.words_of(pipe, edits))
+    source = train.encode(pipe.vae, [e.change.source for e in edits])
+    found = pipe(
+        image=sources,
+        prompt=[e.instruction for e in edits],
+        latents=x,
+        output_type="latent",
+        **CALL,
+    ).images
+    for sigma, following in pairwise(pipe.scheduler.sigmas):
+        x = x + (following - sigma) * editor.velocity(x, sigma.expand(4), source, text)
+    torch.testing.assert_close(found, x, atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_every_word_is_known_and_words_and_source_matter(folder):
+    pipe = plain(folder)
+    editor = train.Editor(pipe)
+    edits = [e for some in edited_world.splits().values() for e in some]
+    ids = train.words_of(pipe, edits)
+    assert ids.shape == (len(edits), train.TOKENS)
+    assert pipe.tokenizer_2.unk_token_id not in ids
+    text, pooled = editor.embed(ids[:1])
+    source = train.encode(pipe.vae, [edits[0].change.source])
+    x, sigma = torch.randn(1, 16, 16), torch.tensor([0.8])
+    velocity = editor.velocity(x, sigma, source, (text, pooled))
+    for other in (
+        (source.flip(1), (text, pooled)),
+        (source, (-text, pooled)),
+        (source, (text, -pooled)),
+    ):
+        assert (editor.velocity(x, sigma, *other) - velocity).abs().max() > 1e-3
+
+
+def test_a_picture_and_an_instruction_give_a_picture_of_that_size(folder):
+    source = to_pil_image(edited_world.picture(edited_world.splits()["seen"][0].change.source))
+    result = plain(folder)(image=source, prompt="make the circle red", **CALL).images[0]
+    assert result.size == (32, 32)
+
+
+def test_the_world_takes_less_than_8_megabytes():
+    files = [file for file in ASSETS.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < 8e6

@@ -1,0 +1,89 @@
+"""Requests that policy or rewards cannot use are named with file and row, before weights load."""
+
+import json
+
+import pytest
+from PIL import Image
+
+from flowalign.data.requests import located_requests
+from flowalign.runs.config import load
+from flowalign.training.fit import check_requests
+from flowalign.types import Takes
+from flowalign.utils.errors import ConfigError
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
+
+
+class Painter(PixelPolicy):
+    takes = Takes(references=(1, 2), mask=True, kind="source")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A picture, one that is cut short, masks of two sizes, one without a hole, an animation."""
+    noise = Image.effect_noise((8, 6), 90)
+    noise.convert("RGB").save(tmp_path / "a.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "a.png").read_bytes()[:60])
+    Image.new("L", (8, 6), 255).save(tmp_path / "hole.png")
+    Image.new("L", (8, 6), 0).save(tmp_path / "none.png")
+    Image.new("L", (4, 6), 255).save(tmp_path / "narrow.png")
+    frames = [Image.new("RGB", (8, 6), (k, 0, 0)) for k in (0, 200)]
+    frames[0].save(tmp_path / "moving.webp", save_all=True, append_images=frames[1:], duration=50)
+    return tmp_path
+
+
+def check(folder, policy, rewards, **row):
+    file = folder / "edits.jsonl"
+    good = {"prompt": "a", "image": "a.png"} | ({"mask": "hole.png"} if policy.takes.mask else {})
+    rows = good, {"prompt": "b", **row}
+    file.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    check_requests(policy, rewards, located_requests(str(file)))
+
+
+WRONG = {
+    "no source": (SourcePolicy, {}, "SourcePolicy takes 1 source references, .* has 0"),
+    "two sources": (SourcePolicy, {"images": ["a.png"] * 2}, "takes 1 source .* has 2"),
+    "missing": (SourcePolicy, {"image": "gone.png"}, "missing file: .*gone.png"),
+    "truncated": (SourcePolicy, {"image": "cut.png"}, "damaged picture: .*cut.png"),
+    "a clip": (SourcePolicy, {"image": "moving.webp"}, "moving.webp has 2 frames"),
+    "unwanted mask": (SourcePolicy, {"image": "a.png", "mask": "hole.png"}, "takes no mask"),
+    "no mask": (Painter, {"image": "a.png"}, "takes a mask, and the request has none"),
+    "three": (Painter, {"images": ["a.png"] * 3}, "takes 1 to 2 source references, .* has 3"),
+    "a mask without a hole": (Painter, {"image": "a.png", "mask": "none.png"}, "no white pixel"),
+    "another shape": (
+        Painter,
+        {"image": "a.png", "mask": "narrow.png"},
+        "narrow.png has 4 x 6 pixels, the source 8 x 6",
+    ),
+    "no source to score": (PixelPolicy, {}, "reward 'own' needs a source"),
+    "both fields": (SourcePolicy, {"image": "a.png", "images": ["a.png"]}, "image and images"),
+    "no path": (SourcePolicy, {"image": 3}, "image must be a path, or a list of paths, got 3"),
+}
+
+
+@pytest.mark.parametrize(("policy", "row", "said"), WRONG.values(), ids=WRONG)
+def test_what_does_not_fit_is_named_with_its_row(folder, policy, row, said):
+    with pytest.raises(ValueError, match=rf"edits.jsonl:2: .*{said}"):
+        check(folder, policy(), [OwnSource()] if policy is PixelPolicy else [], **row)
+
+
+def test_a_source_that_only_a_reward_reads_is_no_mistake(folder):
+    check(folder, PixelPolicy(), [OwnSource()], image="a.png")
+    check(folder, PixelPolicy(), [Redness()], image="a.png")
+    check(folder, Painter(), [OwnSource()], images=["a.png", "cut.png"][:1], mask="hole.png")
+
+
+def test_a_run_is_refused_before_weights_load(tmp_path):
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    changes = [f"recipe.prompts={tmp_path / 'p.txt'}", "reward_weights={red: 1.0}"]
+    changes += ["rewards=[{class_path: tests.fixtures.sources.OwnSource}]"]
+    with pytest.raises(ConfigError, match=r"p.txt:1: reward 'own' needs a source"):
+        load("configs/shapes.yaml", changes)
+    changes[0] = f"recipe.prompts={write_sources(tmp_path)}"
+    changes += ["evaluation=null"]
+    load("configs/shapes.yaml", changes)
+
+
+def test_the_key_that_once_named_pictures_says_where_they_went():
+    with pytest.raises(ConfigError, match="field `image` of each row of the prompts file"):
+        load("configs/shapes.yaml", ["policy=pipelines.wan_i2v.WanI2V", "policy.images=a.jsonl"])
