@@ -158,21 +158,27 @@ class DiffusersPolicy(Policy):
     def embed(self, media: Tensor) -> Tensor:
         if media.shape[1] != 1:
             raise ValueError(f"media of {media.shape[1]} frames: {self.path} encodes 1, a picture")
+        pixels = media[:, 0].to(self.pipe.vae.device, torch.float32)
+        return self.latents(2 * covering(pixels, self.height, self.width) - 1)
+
+    def latents(self, media: Tensor) -> Tensor:
+        """Encode pictures, or clips, in [-1, 1] to normalised latents (the mode)."""
         vae = self.pipe.vae
-        pictures = covering(media[:, 0].to(vae.device, torch.float32), self.height, self.width)
-        z = vae.encode(2 * pictures - 1, return_dict=False)[0].mode()
+        z = vae.encode(media, return_dict=False)[0].mode()
         return (z - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
 
     def encoders(self) -> tuple[str, str]:
         vae, parts = self.pipe.vae, self.pipe.components
+        media = digest(vae, vae.config, self.height, self.width, *self.film)
         size = (self.height, self.width) if self.tells_size else ()
-        settings = self.precision, self.max_sequence_length, self.guidance > 1, *size
+        pictures = (media,) if self.takes.references[1] else ()  # their latents are in it
+        settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
             tokenizer = parts[name.replace("text_encoder", "tokenizer")]
             words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
             text = digest(parts[name], parts[name].config.to_dict(), text, *settings, *words)
-        return digest(vae, vae.config, self.height, self.width, *self.film), text
+        return media, text
 
     def save_weights(self, folder: str) -> None:
         for part in self.parts:

@@ -4,15 +4,14 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
-from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.packing import pack, positions, unpack
+from pipelines.schedules import sized_sigmas
 from pipelines.weights import Lora
 
 LORA = Lora(
@@ -61,6 +60,14 @@ class Flux1(DiffusersPolicy):
         self.height, self.width, self.embedded_guidance = height, width, embedded_guidance
         self.max_sequence_length = max_sequence_length
 
+    def condition_channels(self, vae: Mapping[str, Any]) -> int:  # noqa: ARG002 (Flux1Fill uses it)
+        """Return the number of channels that the network gets beside those of the latents."""
+        return 0
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (editing uses it)
+        """Return the tokens that the network gets, those of x first, and their positions."""
+        return pack(x), positions(0, self.grid, x)
+
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
@@ -75,18 +82,22 @@ class Flux1(DiffusersPolicy):
             raise ValueError(
                 f"embedded_guidance is {self.embedded_guidance}; {self.path} needs {wanted}"
             )
+        channels = 4 * (vae["latent_channels"] + self.condition_channels(vae))
+        if transformer["in_channels"] != channels:
+            raise ValueError(
+                f"the network of {self.path} takes {transformer['in_channels']} channels, "
+                f"{type(self).__name__} gives it {channels}:\n"
+                "FLUX.1 is pipelines.flux1.Flux1, FLUX.1 Fill pipelines.flux1_fill.Flux1Fill"
+            )
         self.grid = self.height // patch, self.width // patch
-        return transformer["in_channels"] // 4, 2 * self.grid[0], 2 * self.grid[1]
+        return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
-        return prod(latent_shape) // transformer["in_channels"] + self.max_sequence_length
+        values = transformer.get("out_channels") or transformer["in_channels"]  # of a token
+        return prod(latent_shape) // values + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        rows, columns = self.grid
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(rows * columns, *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return scheduler.sigmas.clone()
+        return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
@@ -99,17 +110,16 @@ class Flux1(DiffusersPolicy):
         return {"text": text, "pooled": pooled}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        rows, columns = self.grid
-        positions = [torch.arange(n, device=x.device) for n in (1, rows, columns)]
+        tokens, places = self.seen(x, cond)
         guidance = self.embedded_guidance
         time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded like in the pipeline
         v = self.call_denoiser(
-            pixel_unshuffle(x, 2).flatten(2).mT,
+            tokens,
             timestep=time.expand(len(x)),
             guidance=None if guidance is None else x.new_full((len(x),), guidance),
             encoder_hidden_states=cond["text"],
             pooled_projections=cond["pooled"],
             txt_ids=x.new_zeros(cond["text"].shape[1], 3),
-            img_ids=torch.cartesian_prod(*positions).to(x.dtype),
+            img_ids=places,
         )
-        return pixel_shuffle(v.mT.unflatten(2, self.grid), 2)
+        return unpack(v, self.grid)

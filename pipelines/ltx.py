@@ -5,15 +5,14 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import LTXPipeline, LTXVideoTransformer3DModel
-from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.framewise import windows
+from pipelines.schedules import sized_sigmas
 from pipelines.video import Memory, Video, VideoPolicy
 from pipelines.weights import Lora
 
@@ -80,12 +79,7 @@ class LTX(VideoPolicy):
         return channels, *grid
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        if num_steps == 1:  # one step cannot be stretched to the fixed last sigma
-            return torch.tensor([1.0, 0.0])
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(prod(self.grid), *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
-        return scheduler.sigmas.clone()
+        return sized_sigmas(scheduler, prod(self.grid), num_steps)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

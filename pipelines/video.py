@@ -180,10 +180,10 @@ class VideoPolicy(DiffusersPolicy):
         clips = covering(frames, self.height, self.width).unflatten(0, (-1, wanted))
         return self.latents(2 * clips.transpose(1, 2) - 1)
 
-    def latents(self, clips: Tensor) -> Tensor:
+    def latents(self, media: Tensor) -> Tensor:
         """Encode clips [n, 3, F, H, W] in [-1, 1] to normalised latents (the mode)."""
         mean, std = self.channelwise()
-        return (self.pipe.vae.encode(clips, return_dict=False)[0].mode() - mean) / std
+        return (self.pipe.vae.encode(media, return_dict=False)[0].mode() - mean) / std
 
     def channelwise(self) -> tuple[Tensor, Tensor]:
         """Return `statistics` broadcastable to latents [n, C, F', H', W']."""

@@ -1,6 +1,5 @@
 """Wraps Wan 2.1 image-to-video as a flowalign policy: every request comes with its first frame."""
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,9 +8,10 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Reference, Request, Takes
+from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
 from pipelines.encoding import digest
+from pipelines.references import cropped
 from pipelines.video import Memory, Video
 from pipelines.wan import LORA, VIDEO, Wan
 from pipelines.weights import Lora
@@ -100,15 +100,5 @@ class WanI2V(Wan):
         media, text = super().encoders()
         encoder = self.pipe.components["image_encoder"]
         if encoder is None:
-            return media, hashlib.sha256(repr((text, media)).encode()).hexdigest()[:16]
-        return media, digest(encoder, encoder.config.to_dict(), text, media)
-
-
-def cropped(reference: Reference, proportion: float) -> Image.Image:
-    """Return the largest centre crop whose width is `proportion` times its height, in RGB."""
-    pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)
-    picture = Image.fromarray(pixels.numpy())
-    width = min(picture.width, round(picture.height * proportion))
-    height = min(picture.height, round(picture.width / proportion))
-    left, top = (picture.width - width) // 2, (picture.height - height) // 2
-    return picture.crop((left, top, left + width, top + height))
+            return media, text
+        return media, digest(encoder, encoder.config.to_dict(), text)

@@ -1,6 +1,7 @@
 """`flowalign init` writes a run file that `flowalign check` accepts."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -101,10 +102,32 @@ def test_the_family_of_a_folder_is_that_of_its_pipeline(tmp_path, capsys):
     assert load(str(tmp_path / "wan.yaml"))[0].policy.video.width == 640
 
 
+@pytest.mark.parametrize(
+    ("pipeline", "family", "policy"),
+    [
+        ("FluxKontextPipeline", "flux1_kontext", "Flux1Kontext"),
+        ("FluxFillPipeline", "flux1_fill", "Flux1Fill"),
+        ("QwenImagePipeline", "qwen_image", "QwenImage"),
+        ("QwenImageEditPlusPipeline", "qwen_image_edit", "QwenImageEdit"),
+    ],
+)
+def test_folders_of_editing_models_are_known_by_their_pipeline(
+    tmp_path, capsys, pipeline, family, policy
+):
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": pipeline}))
+    assert draft.families(str(tmp_path)) == [family]
+    flags = ["--prompts", "own", "--reward", "own", "--out", tmp_path / "run.yaml"]
+    assert flowalign(capsys, "init", "--model", tmp_path, *flags)[0] == 0
+    run, _ = load(str(tmp_path / "run.yaml"))
+    assert (type(run.policy).__name__, run.policy.path) == (policy, str(tmp_path))
+
+
 def test_a_hub_id_needs_its_family(tmp_path, capsys):
     flags = ["--model", "me/mine", "--prompts", "own", "--reward", "own"]
     flags += ["--out", tmp_path / "run.yaml"]
-    assert "give the --family of me/mine: flux1_dev, hunyuan_video" in refusal(capsys, *flags)
+    assert "give the --family of me/mine: flux1_dev, flux1_fill, flux1_kontext" in refusal(
+        capsys, *flags
+    )
     assert flowalign(capsys, "init", *flags, "--family", "flux1_dev")[0] == 0
     assert load(str(tmp_path / "run.yaml"))[0].policy.path == "me/mine"
 

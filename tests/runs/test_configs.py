@@ -61,6 +61,27 @@ def test_the_values_borrowed_for_flux_are_those_of_its_sheet():
     assert (run.ema.decay, run.ema.every, run.evaluation.num_steps) == (0.9, 8, 28)
 
 
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        ("flux1_kontext", (6, 28, 21, 48, 0.9, 3)),
+        ("qwen_image", (10, 50, 16, 32, 1.2, 4)),
+        ("qwen_image_edit", (10, 50, 16, 32, 1.0, 4)),
+    ],
+)
+def test_the_values_borrowed_for_editing_models_are_those_of_flow_grpo(model, values):
+    run, _ = loaded(FOLDER / "models" / f"{model}.yaml")
+    recipe, sampling, policy = run.recipe, run.recipe.sampling, run.policy
+    steps = sampling.num_steps, run.evaluation.num_steps
+    groups = sampling.samples_per_prompt, recipe.prompts_per_step
+    assert (*steps, *groups, sampling.eta, recipe.micro_batch) == values
+    assert recipe.micro_batch == sampling.micro_batch
+    assert (recipe.algorithm.clip, recipe.algorithm.kl_coef) == (1e-4, 0.0)
+    assert (run.ema is None) == (model != "flux1_kontext")
+    assert (policy.height, policy.width, policy.precision) == (512, 512, "bf16")
+    assert (policy.lora.rank, policy.lora.alpha) == (64, 128)
+
+
 def test_a_plan_refuses_fewer_evaluation_prompts_than_processes():
     run, _ = load(str(FOLDER / "shapes.yaml"), ["evaluation.num_prompts=6"])
     assert plan(run, world=6)

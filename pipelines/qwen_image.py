@@ -1,0 +1,141 @@
+"""Wraps Qwen-Image as a flowalign policy: guidance keeps the norm of the conditional velocity."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.packing import pack, unpack
+from pipelines.schedules import sized_sigmas
+from pipelines.weights import Lora
+
+NEGATIVE = " "
+"""Negative prompt of guidance. Source: diffusers' page on Qwen-Image; none means no guidance."""
+
+
+class QwenImage(DiffusersPolicy):
+    """Wraps a `QwenImagePipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; every token of
+    it has the norm of the conditional velocity's. Prompts are padded to `max_sequence_length`, of
+    which `cond` holds the mask, and cut there.
+    """
+
+    pipeline_class = QwenImagePipeline
+    transformer_class = QwenImageTransformer2DModel
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 4.0,
+        lora: Lora | None = Lora(),  # noqa: B008 (frozen)
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(path, lora, precision, gradient_checkpointing)
+        self.height, self.width, self.guidance = height, width, guidance
+        self.max_sequence_length = max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        patch = 2 ** (len(vae["temperal_downsample"]) + 1)  # pixels along a side of a token
+        if self.height % patch or self.width % patch:
+            raise ValueError(
+                f"size {self.width}x{self.height}: both sides must be multiples of {patch} "
+                f"for {self.path}"
+            )
+        if transformer["guidance_embeds"]:
+            raise ValueError(
+                f"the network of {self.path} takes guidance as an input, "
+                f"which {type(self).__name__} does not give"
+            )
+        self.grid = self.height // patch, self.width // patch
+        return vae["z_dim"], 2 * self.grid[0], 2 * self.grid[1]
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
+        return prod(latent_shape) // transformer["in_channels"] + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return sized_sigmas(scheduler, prod(self.grid), num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        cond = self._read(prompts_of(requests))
+        if self.guidance <= 1:
+            return cond
+        empty = self._read([NEGATIVE] * len(requests))
+        return cond | {f"{name}_neg": value for name, value in empty.items()}
+
+    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+        text, mask = self.pipe.encode_prompt(
+            prompts, self.denoiser.device, max_sequence_length=self.max_sequence_length
+        )
+        return padded(text, mask, self.max_sequence_length)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        v = self.answer(x, sigma, cond, "")
+        if self.guidance > 1:
+            v_neg = self.answer(x, sigma, cond, "_neg")
+            v = with_norm_of(v, v_neg + self.guidance * (v - v_neg))
+        return unpack(v, self.grid)
+
+    def answer(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
+        """Evaluate the network with the text of this ending, and return the tokens of x."""
+        tokens, shapes = self.seen(x, cond)
+        time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded like in the pipeline
+        v = self.call_denoiser(
+            tokens,
+            timestep=time.expand(len(x)),
+            encoder_hidden_states=cond[f"text{ending}"],
+            encoder_hidden_states_mask=cond[f"mask{ending}"],
+            img_shapes=[shapes] * len(x),
+        )
+        return v[:, : prod(self.grid)]
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
+        """Return the tokens that the network gets, those of x first, and the pictures' shapes."""
+        return pack(x), [(1, *self.grid)]
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        mean, std = self._channelwise()
+        image = self.pipe.vae.decode((x * std + mean)[:, :, None], return_dict=False)[0]
+        return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)
+
+    def latents(self, media: Tensor) -> Tensor:
+        mean, std = self._channelwise()
+        z = self.pipe.vae.encode(media[:, :, None], return_dict=False)[0].mode()
+        return (z[:, :, 0] - mean) / std
+
+    def _channelwise(self) -> list[Tensor]:
+        """Return mean and standard deviation of raw latents, by which x is normalised."""
+        vae = self.pipe.vae
+        values = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
+        return list(values[:, :, None, None])
+
+
+def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Return text tokens padded to a length, and the mask of those that are no padding.
+
+    No mask means that there is no padding yet.
+    """
+    missing = length - text.shape[1]
+    mask = text.new_ones(text.shape[:2]) if mask is None else mask
+    return {"text": pad(text, (0, 0, 0, missing)), "mask": pad(mask.bool(), (0, missing))}
+
+
+def with_norm_of(v: Float[Tensor, "n tokens d"], guided: Tensor) -> Float[Tensor, "n tokens d"]:
+    """Return the guided velocity with the norm that v has at each token."""
+    return guided * (v.norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True))

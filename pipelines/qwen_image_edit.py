@@ -1,0 +1,138 @@
+"""Wraps Qwen-Image-Edit Plus as a flowalign policy: requests come with one to several pictures."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import QwenImageEditPlusPipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
+    CONDITION_IMAGE_SIZE,
+    calculate_dimensions,
+)
+from PIL import Image
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
+from pipelines.base import Precision
+from pipelines.packing import pack
+from pipelines.qwen_image import NEGATIVE, QwenImage, padded
+from pipelines.references import check_taken, cropped
+from pipelines.weights import Lora
+
+
+class QwenImageEdit(QwenImage):
+    """Wraps a `QwenImageEditPlusPipeline` folder or hub identifier as an editing policy.
+
+    A request has one to `max_references` pictures. They are cropped around their centre to the
+    proportions of the policy's size, then treated as in the pipeline: the text encoder sees them
+    with the instruction, and with the negative prompt, at 384 x 384 pixels, and the network at
+    `reference_area` pixels, which are 1024 x 1024 in the pipeline.
+
+    `cond` holds, beside the text, "sources": latents of the pictures, and "count": how many there
+    are. Requests of several numbers of pictures are evaluated one number after another. Text and
+    pictures together have at most `max_sequence_length` tokens; the pipeline cuts nothing, so a
+    longer instruction is refused.
+    """
+
+    pipeline_class = QwenImageEditPlusPipeline
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 4.0,
+        lora: Lora | None = Lora(),  # noqa: B008 (frozen)
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 1024,
+        gradient_checkpointing: bool = False,
+        max_references: PositiveInt = 1,
+        reference_area: PositiveInt = 1024 * 1024,
+    ):
+        super().__init__(
+            path,
+            height,
+            width,
+            guidance,
+            lora,
+            precision,
+            max_sequence_length,
+            gradient_checkpointing,
+        )
+        self.max_references, self.reference_area = max_references, reference_area
+        self.film = (reference_area,)
+        self.takes = Takes(references=(1, max_references), kind="source")
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        shape = super().shape_of_latents(transformer, vae)
+        width, height = calculate_dimensions(self.reference_area, self.width / self.height)
+        patch = self.height // self.grid[0]
+        self.reference_grid = height // patch, width // patch
+        if not all(self.reference_grid):
+            raise ValueError(
+                f"reference_area is {self.reference_area}: "
+                f"pictures of {width}x{height} have no tokens"
+            )
+        return shape
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
+        pictures = self.max_references * prod(self.reference_grid)
+        return super().num_tokens(latent_shape, transformer) + pictures
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        """Encode instructions with their pictures, one row per request.
+
+        Raises:
+            ValueError: a request has no picture, too many, or with them too many tokens.
+        """
+        check_taken(self, requests)
+        rows = [self._edit(request) for request in requests]
+        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+
+    def _edit(self, request: Request) -> dict[str, Tensor]:
+        """Encode one request: the pipeline shows all pictures of a call with every prompt."""
+        proportion = self.width / self.height
+        pictures = [cropped(one, proportion) for one in request.references]
+        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
+        shown = [self.pipe.image_processor.resize(p, height, width) for p in pictures]
+        cond = self._show(request.prompt, shown)
+        if self.guidance > 1:
+            empty = self._show(NEGATIVE, shown)
+            cond |= {f"{name}_neg": value for name, value in empty.items()}
+        number = torch.tensor([len(pictures)], device=self.denoiser.device)
+        return cond | {"sources": self._sources(pictures), "count": number}
+
+    def _show(self, prompt: str, pictures: list[Image.Image]) -> dict[str, Tensor]:
+        text, mask = self.pipe.encode_prompt(prompt, pictures, self.denoiser.device)
+        if text.shape[1] > self.max_sequence_length:
+            raise ValueError(
+                f"{prompt!r} with its {len(pictures)} pictures has {text.shape[1]} tokens; "
+                f"policy.max_sequence_length is {self.max_sequence_length}"
+            )
+        return padded(text, mask, self.max_sequence_length)
+
+    def _sources(self, pictures: list[Image.Image]) -> Tensor:
+        """Return latents [1, max_references, C, h, w] of the pictures, and zeros behind them."""
+        patch, device = self.height // self.grid[0], self.pipe.vae.device
+        height, width = (patch * side for side in self.reference_grid)
+        pixels = [self.pipe.image_processor.preprocess(p, height, width) for p in pictures]
+        known = torch.cat([self.latents(one.to(device)) for one in pixels])
+        absent = known.new_zeros(self.max_references - len(known), *known.shape[1:])
+        return torch.cat([known, absent])[None]
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        sigma, v = sigma.expand(len(x)), torch.empty_like(x)
+        for count in cond["count"].unique():
+            rows = cond["count"] == count
+            some = {name: value[rows] for name, value in cond.items()}
+            v[rows] = super().velocity(x[rows], sigma[rows], some)
+        return v
+
+    def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:
+        sources = cond["sources"][:, : int(cond["count"][0])].unbind(1)
+        shapes = [(1, *self.grid), *[(1, *self.reference_grid)] * len(sources)]
+        return torch.cat([pack(one) for one in (x, *sources)], 1), shapes

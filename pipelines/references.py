@@ -1,0 +1,52 @@
+"""Reads the pictures and masks that requests come with, for policies that take them."""
+
+from collections.abc import Sequence
+
+from jaxtyping import Bool, Float
+from PIL import Image
+from torch import Tensor
+
+from flowalign.types import Policy, Reference, Request
+from pipelines.encoding import covering
+
+
+def check_taken(policy: Policy, requests: Sequence[Request]) -> None:
+    """Check that requests come with the references and the mask that a policy takes.
+
+    Raises:
+        ValueError: one does not.
+    """
+    for request in requests:
+        if misfit := policy.takes.misfit(request):
+            raise ValueError(f"{request.prompt!r}: {type(policy).__name__} {misfit}")
+
+
+def hole_of(
+    mask: Reference, picture: Float[Tensor, "1 3 h w"], height: int, width: int
+) -> Bool[Tensor, "1 1 height width"]:
+    """Return where a picture is to be painted anew, of the crop with this size.
+
+    Raises:
+        ValueError: the mask has another size than the picture, or no hole within the crop.
+    """
+    pixels = mask.read()
+    if pixels.shape != picture.shape:
+        sizes = [f"{one.shape[-1]}x{one.shape[-2]}" for one in (pixels, picture)]
+        raise ValueError(f"mask {mask.name} is {sizes[0]}, its picture {sizes[1]}")
+    hole = covering(pixels, height, width).mean(1, keepdim=True) >= 0.5
+    if not hole.any():
+        raise ValueError(
+            f"mask {mask.name} is black within the {width}x{height} that are kept of it: "
+            "white says where to paint"
+        )
+    return hole
+
+
+def cropped(reference: Reference, proportion: float) -> Image.Image:
+    """Return the largest centre crop of a picture whose width is `proportion` times its height."""
+    pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)
+    picture = Image.fromarray(pixels.numpy())
+    width = min(picture.width, round(picture.height * proportion))
+    height = min(picture.height, round(picture.width / proportion))
+    left, top = (picture.width - width) // 2, (picture.height - height) // 2
+    return picture.crop((left, top, left + width, top + height))

@@ -1,0 +1,100 @@
+"""What is FLUX.1 Fill's own: the network sees the picture around a mask, and the mask."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowalign.types import Request
+from pipelines.flux1 import Flux1
+from pipelines.flux1_fill import Flux1Fill
+from tests.fixtures.embedded import move
+from tests.fixtures.families import assert_official, noise, without_gradient
+from tests.fixtures.pictures import HOLES, mask, picture
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def plain_fill(fill):
+    return fill.new()
+
+
+@pytest.mark.parametrize(("height", "width"), [(48, 64), (32, 80)])
+def test_any_size_is_that_of_the_official_pipeline_at_the_mode(fill, height, width):
+    policy = fill.new(height=height, width=width, embedded_guidance=30.0)
+    move(policy)
+    whole = {"mask": mask(height, width)}
+    holes = [Request(h.prompt, (picture(k, height, width),), **whole) for k, h in enumerate(HOLES)]
+    assert_official(fill, policy, holes)
+
+
+def test_what_is_under_the_mask_does_not_matter_and_what_surrounds_it_does(plain_fill):
+    painted = HOLES[0].references[0].read()
+    inside, outside = painted.clone(), painted.clone()
+    inside[..., 10:20, 30:40] = 0.5
+    outside[..., 40:, :] = 0.5
+    changed = [
+        replace(HOLES[0], references=(replace(picture(9), read=one.clone),))
+        for one in (inside, outside)
+    ]
+    cond = plain_fill.encode([HOLES[0], *changed])["source"]
+    assert torch.equal(cond[1], cond[0])
+    assert (cond[2] - cond[0]).abs().max() > 1e-2
+
+
+def test_the_mask_changes_the_velocity(plain_fill):
+    x, sigma = noise(plain_fill, 1), torch.tensor(0.6)
+    cond = plain_fill.encode(HOLES[:1])
+    other = dict(cond, source=cond["source"].clone())
+    other["source"][:, 16:] = 1 - other["source"][:, 16:]  # the 64 channels behind the picture's
+    with torch.no_grad():
+        difference = plain_fill.velocity(x, sigma, other) - plain_fill.velocity(x, sigma, cond)
+    assert difference.abs().max() > 1e-3
+
+
+def test_a_request_is_encoded_alike_every_time(plain_fill):
+    """The pipeline would draw its latents."""
+    first, second = plain_fill.encode(HOLES), plain_fill.encode(HOLES)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "takes a mask, and the request has none"),
+        (mask(32, 64), "is 64x32, its picture 64x48"),
+        (mask(hole=(8, 8)), "is black within the 64x48"),
+    ],
+    ids=["no mask", "another size", "no hole"],
+)
+def test_a_mask_that_cannot_be_painted_is_refused(plain_fill, given, said):
+    with pytest.raises(ValueError, match=said):
+        plain_fill.encode([replace(HOLES[0], mask=given)])
+
+
+def test_a_hole_that_the_crop_cuts_off_is_refused(plain_fill):
+    """Of 144 rows the middle 48 are kept."""
+    tall = Request("a", (picture(1, 144, 64),), mask(144, 64, hole=(0, 40)))
+    with pytest.raises(ValueError, match="is black within the 64x48"):
+        plain_fill.encode([tall])
+
+
+@pytest.mark.parametrize("cls", [Flux1, Flux1Fill])
+def test_a_network_of_the_other_kind_is_refused(fill, flux1, cls):
+    path = {Flux1: fill.path, Flux1Fill: flux1.path}[cls]
+    policy = cls(path, height=48, width=64)
+    for work in (policy.plan, lambda: policy.load(torch.device("cpu"))):
+        with pytest.raises(ValueError, match=r"channels, Flux1\w* gives it") as caught:
+            work()
+        assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_the_state_has_the_channels_of_the_autoencoder_and_the_plan_counts_its_tokens(fill):
+    plan = Flux1Fill(fill.path, height=48, width=64, max_sequence_length=40).plan()
+    assert plan.latent_shape == (16, 6, 8)
+    assert plan.activation_bytes == 2 * 34 * (3 * 4 + 40) * 32 * 2
+
+
+def test_a_gradient_reaches_every_layer_of_the_adapter(fill):
+    assert without_gradient(fill.new(), fill.prompts) == set()

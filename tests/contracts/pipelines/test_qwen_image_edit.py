@@ -1,0 +1,106 @@
+"""What is Qwen-Image-Edit Plus's own: one to several pictures, which the text encoder sees, too."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flowalign.types import Request
+from pipelines.qwen_image_edit import QwenImageEdit
+from tests.fixtures.embedded import move
+from tests.fixtures.families import assert_official, noise, ours, rows
+from tests.fixtures.pictures import EDITS, picture
+
+pytestmark = pytest.mark.slow
+
+SEVERAL = (EDITS[0], Request("put the first on the second", (picture(2), picture(3, 96, 70))))
+"""One picture, and two of different sizes."""
+
+
+@pytest.fixture(scope="module")
+def plain_edit(qwen_edit):
+    return qwen_edit.new()
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.0], ids=["plain", "guided"])
+@pytest.mark.parametrize("model", ["first", "second"])
+def test_requests_of_one_and_two_pictures_are_the_official_pipeline_s(qwen_edit, guidance, model):
+    """The second model modulates pictures as at time 0."""
+    path = {"first": qwen_edit.path, "second": qwen_edit.other["path"]}[model]
+    policy = qwen_edit.new(path=path, guidance=guidance)
+    move(policy)
+    assert_official(qwen_edit, policy, SEVERAL)
+
+
+def test_the_size_of_pictures_does_not_follow_the_policy_s(qwen_edit):
+    policy = qwen_edit.new(height=32, width=64, reference_area=96 * 96)
+    assert policy.reference_grid == (4, 8)  # 64 x 128 pixels: sides are multiples of 32
+    edits = [replace(e, references=(picture(k, 32, 64),)) for k, e in enumerate(EDITS)]
+    assert_official(qwen_edit, policy, edits, num_steps=2)
+
+
+def test_rows_of_several_numbers_of_pictures_are_the_rows_alone(plain_edit):
+    requests = [*SEVERAL, replace(SEVERAL[1], references=SEVERAL[1].references[::-1])]
+    cond, x = plain_edit.encode(requests), noise(plain_edit, 3)
+    assert cond["count"].tolist() == [1, 2, 2]
+    assert cond["sources"].shape == (3, 2, 16, 8, 8)
+    sigma = torch.tensor([0.2, 0.5, 0.8])
+    with torch.no_grad():
+        together = plain_edit.velocity(x, sigma, cond)
+        for k in range(3):
+            alone = plain_edit.velocity(x[k : k + 1], sigma[k], rows(cond, k))
+            torch.testing.assert_close(together[k : k + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+def test_the_order_of_pictures_and_the_second_one_matter(plain_edit):
+    one, two = SEVERAL[1].references
+    requests = [replace(SEVERAL[1], references=given) for given in ((one, two), (two, one), (one,))]
+    x, cond = noise(plain_edit, 1).expand(3, -1, -1, -1), plain_edit.encode(requests)
+    with torch.no_grad():
+        v = plain_edit.velocity(x, torch.tensor(0.5), cond)
+    assert (v[1:] - v[0]).flatten(1).abs().amax(1).min() > 1e-3
+
+
+def test_pictures_reach_the_network_and_the_text_encoder_and_the_negative_prompt(qwen_edit):
+    policy = qwen_edit.new(guidance=2.0)
+    swapped = [replace(a, references=b.references) for a, b in zip(EDITS, EDITS[::-1], strict=True)]
+    mine, theirs = policy.encode(EDITS), policy.encode(swapped)
+    for name in ("sources", "text", "text_neg"):
+        assert (mine[name] - theirs[name]).abs().max() > 1e-3
+    assert torch.equal(mine["mask_neg"][0], mine["mask_neg"][1])
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_fewer_pictures_than_one_and_more_than_the_policy_takes_are_refused(plain_edit, count):
+    edit = Request("make it red", (picture(1),) * count)
+    with pytest.raises(ValueError, match=f"takes 1 to 2 source references, .* has {count}"):
+        plain_edit.encode([edit])
+
+
+def test_an_instruction_that_is_too_long_with_its_pictures_is_refused_and_not_cut(plain_edit):
+    edit = replace(SEVERAL[1], prompt="make it red " * 30)
+    with pytest.raises(ValueError, match=r"with its 2 pictures has \d+ tokens; .* is 640"):
+        plain_edit.encode([edit])
+
+
+def test_the_memory_estimate_counts_the_tokens_of_all_pictures(qwen_edit):
+    size = {"height": 48, "width": 64, "max_sequence_length": 100, "reference_area": 64 * 64}
+    plans = [QwenImageEdit(qwen_edit.path, **size, max_references=n).plan() for n in (1, 3)]
+    for plan, n in zip(plans, (1, 3), strict=True):
+        assert plan.activation_bytes == 2 * 34 * (3 * 4 + 4 * 4 * n + 100) * 32 * 2
+
+
+def test_an_area_without_a_token_is_refused(qwen_edit):
+    policy = QwenImageEdit(qwen_edit.path, height=48, width=64, reference_area=10)
+    with pytest.raises(ValueError, match="reference_area is 10: pictures of 0x0 have no tokens"):
+        policy.plan()
+
+
+def test_the_size_of_pictures_is_part_of_the_encoders_names(qwen_edit, plain_edit):
+    assert qwen_edit.new(reference_area=96 * 96).encoders()[1] != plain_edit.encoders()[1]
+
+
+def test_one_picture_gives_the_latents_of_the_official_pipeline_alone(qwen_edit, plain_edit):
+    x = noise(plain_edit, 1)
+    official = qwen_edit.official(plain_edit, EDITS[:1], x, 3, "latent")
+    torch.testing.assert_close(ours(plain_edit, EDITS[:1], x, 3), official, atol=2e-6, rtol=1e-6)
