@@ -176,12 +176,13 @@ def rows(judged: "Judged") -> dict[str, str]:
 def ranks(found: dict[str, Any]) -> dict[str, str]:
     """Return what a person reads of the comparison: the order, and which differences count."""
     shown = {}
-    for place, row in enumerate(found["ranking"]):
+    for row in found["ranking"]:
         figure, behind = row["per_1000_evaluations"], row["behind"]
-        far = "within the error" if row["within_error"] else "beyond the error"
-        gap = f", {behind['value']:.2g} ± {behind['error']:.2g} behind the first: {far}"
-        text = f"{figure['value']:.4f} ± {figure['error']:.2g}"
-        shown[row["name"]] = text + (gap if place else "")
+        shown[row["name"]] = f"{figure['value']:.4f} ± {figure['error']:.2g}"
+        if behind:
+            far = "within the error" if row["within_error"] else "beyond the error"
+            gap = f"{behind['value']:.2g} ± {behind['error']:.2g}"
+            shown[row["name"]] += f", {gap} behind the first: {far}"
     for row in found["drift"]:
         shown[f"{row['from']} -> {row['to']}"] = (
             f"weights of steps found at the first are worth {row['kept']['value']:.4f} at the "

@@ -111,7 +111,7 @@ class Judged:
             found[step] = round(weight, 4)
         return found
 
-    def steps(self) -> list[dict[str, float]]:
+    def steps(self) -> list[dict[str, Any]]:
         """Return signal, noise and weights of each step, with standard errors."""
         products = self.products
         signal = self.estimate(lambda kept: moments(products, kept).signal.diagonal())
@@ -180,22 +180,26 @@ def ranking(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     """Rank settings by signal to noise per 1000 evaluations, with what lies within the error.
 
     It is that of the best weights, judged by other batches, so that a choice of weights is not
-    rewarded for noise. Differences are taken batch by batch, as settings share prompts and noise.
+    rewarded for noise. Settings are compared at the same weights of the network, batch by batch,
+    as they share prompts and noise.
     """
-    found = [(one, one.best.times(one.per_evaluations)) for one in judged]
-    found.sort(key=lambda pair: -float(pair[1].value))
-    first, rows = found[0][1], []
-    for one, figure in found:
-        behind = first.minus(figure)
-        rows.append(
-            {
-                "name": one.setting.name,
-                "per_1000_evaluations": figure.shown(),
-                "run_file": one.own.times(one.per_evaluations).shown(),
-                "behind": behind.shown(),
-                "within_error": float(behind.value) <= ERRORS * float(behind.error),
-            }
-        )
+    rows = []
+    for at in dict.fromkeys(one.setting.weights for one in judged):
+        there = [one for one in judged if one.setting.weights == at]
+        found = [(one, one.best.times(one.per_evaluations)) for one in there]
+        found.sort(key=lambda pair: -float(pair[1].value))
+        for one, figure in found:
+            behind = found[0][1].minus(figure)
+            rows.append(
+                {
+                    "name": one.setting.name,
+                    "at": at.name if at else None,
+                    "per_1000_evaluations": figure.shown(),
+                    "run_file": one.own.times(one.per_evaluations).shown(),
+                    "behind": behind.shown() if figure is not found[0][1] else None,
+                    "within_error": float(behind.value) <= ERRORS * float(behind.error),
+                }
+            )
     return rows
 
 
@@ -236,8 +240,9 @@ def recommended(judged: Sequence[Judged]) -> Judged:
 
 def recommended_weights(judged: Judged) -> list[float] | None:
     """Return the best weights of steps, or None if the run file's own show as much."""
+    found = judged.step_weight(judged.weights)
     gains = float(judged.best.value) > float(judged.own.value)
-    return judged.step_weight(judged.weights) if gains else None
+    return found if gains and any(found) else None
 
 
 def comparison(judged: Sequence[Judged]) -> dict[str, Any]:
