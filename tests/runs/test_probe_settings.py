@@ -1,6 +1,9 @@
 """What a probe compares: every refusal comes before weights are read."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -190,3 +193,26 @@ def test_a_probe_of_several_settings_writes_figures_a_page_and_an_overlay(tmp_pa
     run, _ = load(["configs/models/shapes.yaml", str(file)])
     assert run.recipe.prompts_per_step == 2
     assert run.recipe.step_weight == (found["recommended"]["step_weight"] or "uniform")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two processes need two cores")
+def test_two_processes_find_what_one_finds(tmp_path):
+    def figures(folder, processes):
+        small = ["--recipe.sampling.num_steps=3", "--recipe.sampling.sde_window.stop=2"]
+        options = ["--layouts", "3x4", "--batches", "6", "--processes", processes]
+        command = [sys.executable, "-m", "flowalign", "probe", "configs/models/shapes.yaml"]
+        command += [*small, *options, "--out", str(tmp_path / folder)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert done.stdout.count("run file's weights") == 2  # of both metrics, told once
+        return json.loads((tmp_path / folder / "probe.json").read_text())["settings"][0]
+
+    one, two = figures("one", "1"), figures("two", "2")
+    for cost in ("network_evaluations", "reward_calls", "decodes"):
+        assert one["a_batch"][cost] == two["a_batch"][cost] > 0
+    for metric in ("gradient", "update"):
+        size = max(step["noise"] for step in one[metric]["steps"])
+        for a, b in zip(one[metric]["steps"], two[metric]["steps"], strict=True):
+            for name in ("signal", "noise", "signal_error", "noise_error"):
+                assert a[name] == pytest.approx(b[name], abs=1e-4 * size)
