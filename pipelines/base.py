@@ -1,7 +1,7 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
-from pipelines.encoding import covering, digest
+from pipelines.encoding import covering, digest, probe
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -55,8 +55,6 @@ class DiffusersPolicy(Policy):
     """Further settings that change how media are encoded, such as tiling; part of `encoders`."""
     shift: float | None = None
     """Shift of the noise schedule; None keeps that of the folder's scheduler."""
-    probes: Sequence[str] = ("a", "b")
-    """Prompts that `encode` accepts; `verify_weights` compares velocities for them."""
     denoiser: Any
     height: int
     width: int
@@ -186,7 +184,8 @@ class DiffusersPolicy(Policy):
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))
-        cond = self.encode((*self.probes, *self.probes)[:2])
+        probes = [probe(text, self.takes, self.height, self.width) for text in ("a", "b")]
+        cond = self.encode(probes)
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
         trained = {part: self.pipe.components[part] for part in self.parts}

@@ -15,7 +15,7 @@ from flowalign.functional.diffusion import (
     norm,
     preserving_state,
 )
-from flowalign.types import Cond, Guidance
+from flowalign.types import Cond, Guidance, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.video import Memory, Video, VideoPolicy, allowed_frames
 from pipelines.weights import Lora
@@ -94,11 +94,11 @@ class CogVideoX(VideoPolicy):
         return norm(self.schedule(1)[0]) * super().noise(num_samples, generator)
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
-                list(prompts),
+                prompts_of(requests),
                 None,
                 guided,
                 max_sequence_length=self.max_sequence_length,

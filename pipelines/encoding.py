@@ -10,6 +10,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
+from flowalign.types import Reference, Request, Takes
+
 SAMPLED = 65536
 """Maximum number of values per tensor that a digest reads."""
 
@@ -46,3 +48,16 @@ def digest(module: nn.Module, config: Mapping[str, Any], *settings: object) -> s
         values = tensor.flatten()[:: tensor.numel() // SAMPLED + 1].cpu()
         found.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
+
+
+def probe(prompt: str, takes: Takes, height: int, width: int) -> Request:
+    """Return a request of this prompt with as many pictures as a policy takes at least, all alike.
+
+    The picture is a ramp of colours of the given size; a mask is white on its right half.
+    """
+    columns = torch.linspace(0, 1, width).expand(1, height, width)
+    ramp = torch.stack([columns, columns.flip(2), columns / 2], 1)
+    picture = Reference("ramp", f"ramp of {height} x {width}", lambda: ramp)
+    half = (columns > 0.5).float()[:, None].expand(1, 3, height, width)
+    mask = Reference("half", f"half of {height} x {width}", lambda: half)
+    return Request(prompt, (picture,) * takes.references[0], mask if takes.mask else None)

@@ -11,7 +11,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.weights import Lora
 
@@ -89,9 +89,9 @@ class Flux1(DiffusersPolicy):
         return scheduler.sigmas.clone()
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         text, pooled, _ = self.pipe.encode_prompt(
-            list(prompts),
+            prompts_of(requests),
             None,
             device=self.denoiser.device,
             max_sequence_length=self.max_sequence_length,

@@ -8,7 +8,7 @@ import torch
 from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, Precision
 from pipelines.framewise import windows
 from pipelines.video import Memory, Video, VideoPolicy
@@ -76,12 +76,12 @@ class HunyuanVideo(VideoPolicy):
         return scheduler.sigmas.clone()
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         with self.text_encoders():
-            cond = self._read(prompts)
+            cond = self._read(prompts_of(requests))
             if self.guidance <= 1:
                 return cond
-            empty = self._read([""] * len(prompts))
+            empty = self._read([""] * len(requests))
         return cond | {f"{name}_neg": value for name, value in empty.items()}
 
     def _read(self, prompts: Sequence[str]) -> dict[str, Tensor]:

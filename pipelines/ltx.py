@@ -11,7 +11,7 @@ from diffusers import LTXPipeline, LTXVideoTransformer3DModel
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.framewise import windows
 from pipelines.video import Memory, Video, VideoPolicy
@@ -88,11 +88,11 @@ class LTX(VideoPolicy):
         return scheduler.sigmas.clone()
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         with self.text_encoders():
             text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
-                list(prompts),
+                prompts_of(requests),
                 None,
                 guided,
                 max_sequence_length=self.max_sequence_length,

@@ -20,6 +20,8 @@ from flowalign.types import (
     Personal,
     Policy,
     PositiveInt,
+    Request,
+    plain_requests,
 )
 from flowalign.utils.files import bundled
 from pipelines.base import DTYPES, Precision
@@ -78,8 +80,8 @@ class PersonalSD15(Policy, Personal):
         self.nobody = torch.zeros_like(next(iter(self.embeddings.values())))
         attend_to_users(self.denoiser, self.nobody.shape[1], self.strength)
 
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        return self.with_users(self._base().encode(prompts), [""] * len(prompts))
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        return self.with_users(self._base().encode(requests), [""] * len(requests))
 
     def with_users(self, cond: Cond, users: Sequence[str]) -> Cond:
         """Add one user per row to the conditions; unknown users get the zero embedding."""
@@ -125,7 +127,9 @@ class PersonalSD15(Policy, Personal):
         fresh.load(self.nobody.device)
         fresh.load_weights(folder)
         x, sigma = self.noise(2, torch.Generator().manual_seed(0)), self.schedule(4)[1]
-        cond = self.with_users(self.encode(["a", "b"]), ["", next(iter(self.embeddings))])
+        cond = self.with_users(
+            self.encode(plain_requests(["a", "b"])), ["", next(iter(self.embeddings))]
+        )
         with torch.no_grad():
             difference = fresh.velocity(x, sigma, cond) - self.velocity(x, sigma, cond)
         return float(difference.abs().max())

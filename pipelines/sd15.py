@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusionPipeline
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.unet import LORA, UNetPolicy
 from pipelines.weights import Lora
@@ -38,9 +38,12 @@ class SD15(UNetPolicy):
         self.evaluations_per_velocity = 2 if guidance > 1 else 1
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         text, text_neg = self.pipe.encode_prompt(
-            list(prompts), self.denoiser.device, 1, do_classifier_free_guidance=guided
+            prompts_of(requests),
+            self.denoiser.device,
+            1,
+            do_classifier_free_guidance=guided,
         )
         return {"text": text, "text_neg": text_neg} if guided else {"text": text}

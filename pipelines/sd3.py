@@ -7,7 +7,7 @@ import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.weights import Lora
 
@@ -58,10 +58,10 @@ class SD3(DiffusersPolicy):
         return scheduler.sigmas.clone()
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         text, text_neg, pooled, pooled_neg = self.pipe.encode_prompt(
-            list(prompts),
+            prompts_of(requests),
             None,
             None,
             do_classifier_free_guidance=guided,

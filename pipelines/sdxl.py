@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.unet import LORA, UNetPolicy
 from pipelines.weights import Lora
@@ -38,12 +38,14 @@ class SDXL(UNetPolicy):
         self.evaluations_per_velocity = 2 if guidance > 1 else 1
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         text, text_neg, pooled, pooled_neg = self.pipe.encode_prompt(
-            list(prompts), device=self.denoiser.device, do_classifier_free_guidance=guided
+            prompts_of(requests),
+            device=self.denoiser.device,
+            do_classifier_free_guidance=guided,
         )
         size = [self.height, self.width]
-        times = text.new_tensor([*size, 0, 0, *size]).repeat(len(prompts), 1)
+        times = text.new_tensor([*size, 0, 0, *size]).repeat(len(requests), 1)
         cond = {"text": text, "text_embeds": pooled, "time_ids": times}
         return cond | {"text_neg": text_neg, "text_embeds_neg": pooled_neg} if guided else cond

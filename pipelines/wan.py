@@ -8,7 +8,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.folder import scheduler_of, setting_of
 from pipelines.video import Memory, Video, VideoPolicy
@@ -117,11 +117,11 @@ class Wan(VideoPolicy):
         self.time_per_token = bool(setting_of(self.pipeline_class, self.path, "expand_timesteps"))
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> Cond:
+    def encode(self, requests: Sequence[Request]) -> Cond:
         guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
-                list(prompts),
+                prompts_of(requests),
                 do_classifier_free_guidance=guided,
                 device=self.denoiser.device,
                 max_sequence_length=self.max_sequence_length,

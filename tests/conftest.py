@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import signal
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ pytest.register_assert_rewrite("tests.fixtures")
 from tests.fixtures import annotations  # noqa: E402
 
 torch.set_num_threads(1)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # `&` in a shell ignores Ctrl-C
 annotations.install("flowalign", "reward_models", "pipelines")
 gc.disable()
 

@@ -23,6 +23,7 @@ from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.media.media import Media
+from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 
 LATENT, TEXT = (16, 64, 64), (154, 4096)
@@ -74,7 +75,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     )
     start = time.perf_counter()
     latents.prepare(pictures, flips=True)
-    texts.prepare(prompts)
+    texts.prepare(plain_requests(prompts))
     written = time.perf_counter() - start
     order = EpochSampler(0, [0] * (args.pictures // 2))
 
@@ -82,7 +83,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         pairs = order.batch(step, args.pairs)
         rows = [pictures[2 * pair] for pair in pairs] + [pictures[2 * pair + 1] for pair in pairs]
         clean = latents.read(rows, [bool((pair + step) % 2) for pair in pairs] * 2)
-        return clean, dict(texts.read([prompts[pair % args.prompts] for pair in pairs]))
+        return clean, dict(
+            texts.read(plain_requests([prompts[pair % args.prompts] for pair in pairs]))
+        )
 
     start = time.perf_counter()
     for step in range(args.steps):

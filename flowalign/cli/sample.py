@@ -4,6 +4,7 @@ import argparse
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,8 @@ from flowalign.utils.errors import ConfigError
 from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
-    from flowalign.runs.sample import Request
+    from flowalign.runs.sample import Job
+    from flowalign.types import Request
 
 HELP = "Make pictures with a run file's model, or a checkpoint of it."
 
@@ -52,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
     log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
-        request = _request(args)
-        grid = is_file_name(_out(args), bool(request.fps))
-        log((write_as_grid if grid else write_folder)(request))
+        job = _job(args)
+        grid = is_file_name(_out(args), bool(job.fps))
+        log((write_as_grid if grid else write_folder)(job))
         return 0
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -63,15 +65,22 @@ def run(args: argparse.Namespace) -> int:
         return exit_code(stop)
 
 
-def _request(args: argparse.Namespace) -> "Request":
+def _job(args: argparse.Namespace) -> "Job":
     import yaml
 
-    from flowalign.data.prompts import read_prompts_once
+    from flowalign.data.requests import located_requests_once
     from flowalign.runs.config import load
-    from flowalign.runs.sample import Request, hash_weights, usual_sampler
+    from flowalign.runs.sample import Job, hash_weights, usual_sampler
+    from flowalign.training.fit import check_requests
+    from flowalign.types import Request
 
     run_file, text = load(*settings_of(args))
-    prompts = args.prompt or read_prompts_once(args.prompts)
+    if args.prompt:
+        located = [(f"--prompt {text!r}", Request(text)) for text in args.prompt]
+    else:
+        located = located_requests_once(args.prompts)
+    check_requests(run_file.policy, (), located)
+    requests = [request for _, request in located]
     num_steps, micro_batch = usual_sampler(run_file)
     if not (num_steps := args.num_steps or num_steps):
         raise ValueError(
@@ -82,14 +91,14 @@ def _request(args: argparse.Namespace) -> "Request":
         "policy": yaml.safe_load(text)["policy"],
         "weights": args.weights and os.path.realpath(args.weights),
         "weights_sha256": args.weights and hash_weights(Path(args.weights)),
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
+        "prompts": _hashed(requests),
         "num_steps": num_steps,
         "seed": seed,
     }
-    return Request(
+    return Job(
         run_file,
         settings,
-        prompts[: args.limit],
+        requests[: args.limit],
         args.count,
         num_steps,
         seed,
@@ -97,6 +106,13 @@ def _request(args: argparse.Namespace) -> "Request":
         Path(_out(args)),
         micro_batch,
     )
+
+
+def _hashed(requests: "Sequence[Request]") -> str:
+    """Return a hash of what is asked; that of plain prompts is the one of earlier versions."""
+    plain = not any(request.references or request.mask for request in requests)
+    asked = [request.prompt if plain else request.given.hex() for request in requests]
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
 def _out(args: argparse.Namespace) -> str:

@@ -1,10 +1,10 @@
-"""Data: prompts, readers of published datasets, latents encoded once, preference data."""
+"""Data: requests, readers of published datasets, latents encoded once, preference data."""
 
 from flowalign.data.preference.pair_rules import BestWorst, Dominance, Gap, Rule
 from flowalign.data.preference.pairs import Pair, Sample, Segment
 from flowalign.data.preference.weighting import GapWeights
-from flowalign.data.prompts import Prompts, read_metadata, read_prompts
 from flowalign.data.records import Record
+from flowalign.data.requests import Requests, read_requests
 
 __all__ = [
     "BestWorst",
@@ -12,11 +12,10 @@ __all__ = [
     "Gap",
     "GapWeights",
     "Pair",
-    "Prompts",
     "Record",
+    "Requests",
     "Rule",
     "Sample",
     "Segment",
-    "read_metadata",
-    "read_prompts",
+    "read_requests",
 ]

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flowalign.media.media import Media
+from flowalign.media.references import reference
+from flowalign.types import Request
 
 
 @dataclass(frozen=True)
@@ -28,3 +30,11 @@ class Record:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     problem: str = ""
     """Why the row cannot be used, with its number; empty if it can. May come without media."""
+
+    def request(self) -> Request:
+        """Return what its media answer, without metadata, which are of the media.
+
+        Raises:
+            MediaProblem: A reference does not exist.
+        """
+        return Request(self.prompt, tuple(reference(medium) for medium in self.references))

@@ -30,7 +30,7 @@ class Products(NamedTuple):
 
     sums: Float[Tensor, "J K J K"]
     """Inner products of the gradients of steps, each summed over the batches of a block."""
-    count: Int[Tensor, "J"]
+    batches: Int[Tensor, "J"]
     """Number of batches of each block."""
 
 
@@ -69,9 +69,9 @@ def moments(products: Products, kept: Bool[Tensor, "J"] | None = None) -> Moment
     Raises:
         ValueError: There are fewer than two blocks.
     """
-    every = torch.ones(len(products.count), dtype=torch.bool)
+    every = torch.ones(len(products.batches), dtype=torch.bool)
     chosen = every if kept is None else kept
-    sums, count = products.sums[chosen][:, :, chosen], products.count[chosen].double()
+    sums, count = products.sums[chosen][:, :, chosen], products.batches[chosen].double()
     if len(count) < 2:
         raise ValueError(
             f"there are {len(count)} blocks of gradients; signal and noise need at least 2"
@@ -117,7 +117,7 @@ def crossed(
     Raises:
         ValueError: A half has fewer than two blocks.
     """
-    kept = torch.ones(len(products.count), dtype=torch.bool) if kept is None else kept
+    kept = torch.ones(len(products.batches), dtype=torch.bool) if kept is None else kept
     even = torch.arange(len(kept)) % 2 == 0
     halves, judged = (kept & even, kept & ~even), []
     for half, other in (halves, halves[::-1]):

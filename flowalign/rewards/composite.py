@@ -3,14 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, check_spec, load
-from flowalign.types import MediaBatch, Policy, RewardModel, RewardOutput
+from flowalign.types import MediaBatch, Policy, Request, RewardModel, RewardOutput, prompts_of
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
 
@@ -27,8 +26,6 @@ class Rewards:
     """Reaction to a weighted reward that failed."""
     costs: Costs = field(default_factory=Costs)
     """Counter of decodes and reward calls."""
-    metadata: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further columns of each prompt's row, for models that read them."""
     log: Callable[[str], None] = say
     """Shows a line about a reward that is waited for."""
     dims: tuple[str, ...] = field(init=False)
@@ -91,14 +88,21 @@ class Rewards:
     def batch(
         self,
         media: Float[Tensor, "n F 3 H W"],
-        prompts: Sequence[str],
+        requests: Sequence[Request],
         groups: Sequence[int] = (),
         fps: float | None = None,
     ) -> MediaBatch:
-        """Attach the metadata of their prompts to media of one rate `fps`; None for pictures."""
-        metadata = [self.metadata.get(prompt, {}) for prompt in prompts] if self.metadata else ()
-        rates = () if fps is None else (fps,) * len(media)
-        return MediaBatch(media, prompts, metadata, fps=rates, groups=groups)
+        """Attach to media of one rate `fps`, None for pictures, what their requests hold."""
+        has_metadata = any(request.metadata for request in requests)
+        has_references = any(request.references for request in requests)
+        return MediaBatch(
+            media,
+            prompts_of(requests),
+            [request.metadata for request in requests] if has_metadata else (),
+            () if fps is None else (fps,) * len(media),
+            [[one.read()[0] for one in r.references] for r in requests] if has_references else (),
+            groups,
+        )
 
     def scoring(self) -> "Scoring":
         """Start scoring media that arrive in chunks; every model works in its own thread."""

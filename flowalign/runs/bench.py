@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import join
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
@@ -30,11 +30,11 @@ from flowalign.utils.costs import Costs
 def measure(run: Run, repeats: int) -> dict[str, float]:
     """Return median seconds of each stage and of the floor, and their quotient `overhead`."""
     recipe, learner, rewards, _ = opened(run)
-    prompts = Prompts(read_prompts(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, rewards, prompts, run.seed)
+    requests = Requests(read_requests(recipe.prompts), run.seed)
+    loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed)
     for _ in loop.run([0]):
         pass
-    batch = prompts.batch(1, recipe.prompts_per_step)
+    batch = requests.batch(1, recipe.prompts_per_step)
     times: dict[str, list[float]] = {name: [] for name in ("sample", "reward", "update", "floor")}
     for i in range(1, repeats + 1):
         trajectory = _timed(

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.bench import opened
@@ -63,15 +63,15 @@ class _Setting:
     def __init__(self, recipe: PolicyGradient, seed: int, learner: Learner, rewards: Rewards):
         self.seed, self.learner, self.rewards = seed, learner, rewards
         self.cfg, self.policy = recipe.sampling, learner.policy
-        prompts = Prompts(read_prompts(recipe.prompts), seed)
-        self.prompts = prompts.batch(0, recipe.prompts_per_step)
+        requests = Requests(read_requests(recipe.prompts), seed)
+        self.asked = requests.batch(0, recipe.prompts_per_step)
         self.kept = self.rollout()
 
     def rollout(self, finish: bool = False) -> Trajectory:
         steps = self.cfg.sde_window.steps(self.cfg.num_steps, 0, generator(self.seed, "window", 0))
         requests = [(k, EVERY) for k in range(self.cfg.num_steps)] if finish else []
-        seeds = [generator(self.seed, "noise", 0, i) for i in range(len(self.prompts))]
-        return sample(self.policy, self.prompts, self.cfg, steps, seeds, finish=requests)
+        seeds = [generator(self.seed, "noise", 0, i) for i in range(len(self.asked))]
+        return sample(self.policy, self.asked, self.cfg, steps, seeds, finish=requests)
 
     def together(self) -> None:
         self._values(self.rollout(finish=True), self.cfg.micro_batch)(range(self.cfg.num_steps + 1))

@@ -9,13 +9,14 @@ from typing import Any, Literal
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
-from flowalign.data.prompts import read_metadata
+from flowalign.data.requests import located_requests
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
 from flowalign.runs.mistakes import readable
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
+from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import Policy, RewardModel
@@ -92,26 +93,28 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
-        self.recipe.check(self.context(self.build_rewards()))
+        rewards = self.build_rewards()
+        self.recipe.check(self.context(rewards))
+        for path in self.prompt_files:
+            check_requests(self.policy, rewards.models, located_requests(path))
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """Return the files of requests that the run samples, for training and for evaluation."""
+        held_out = self.evaluation.prompts.values() if self.evaluation else ()
+        return [*self.recipe.prompt_files, *held_out]
 
     def build_rewards(self, costs: Costs | None = None) -> Rewards:
-        """Return the reward models with their weights and the metadata of the prompt files.
+        """Return the reward models with their weights.
 
         Raises:
-            ValueError: Two files give one prompt different fields, or the models do not fit.
+            ValueError: The models do not fit.
         """
-        metadata: dict[str, dict[str, Any]] = {}
-        held_out = self.evaluation.prompts.values() if self.evaluation else ()
-        for path in (*self.recipe.prompt_files, *held_out):
-            for prompt, fields in read_metadata(path).items():
-                if metadata.setdefault(prompt, fields) != fields:
-                    raise ValueError(f"{path}: prompt {prompt!r} has other fields elsewhere")
         rewards = Rewards(
             self.rewards,
             {dim: weight for dim, weight in self.reward_weights.items() if weight is not None},
             self.recipe.on_failed_reward,
             costs or Costs(),
-            metadata,
         )
         rewards.check_policy(self.policy)
         return rewards

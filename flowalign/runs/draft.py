@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from flowalign.data.prompts import read_prompts
+from flowalign.data.requests import read_requests
 from flowalign.rewards.config import load_rewards
 from flowalign.runs.compose import compose, read_mapping
 from flowalign.runs.config import load
@@ -100,7 +100,7 @@ def find_method(name: str) -> str:
 def find_prompts(path: str) -> str:
     """Return the path of a file of prompts, or `own`; raise ValueError if it holds none."""
     if path != OWN:
-        read_prompts(path)
+        read_requests(path)
     return path
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.signal import Products
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.bench import credited, opened
@@ -63,7 +63,7 @@ class Opened:
     """Holds loaded weights and rewards, which settings share that differ in the recipe alone."""
 
     shared: object
-    """Settings outside the recipe, with those of the recipe that the rewards were made of."""
+    """Settings outside the recipe, and the one of the recipe that the rewards read."""
     learner: Learner
     """Policy with its optimizer, which makes no update."""
     rewards: Rewards
@@ -120,12 +120,12 @@ def probe(
     recipe, learner = run.recipe, here.learner
     assert isinstance(recipe, PolicyGradient)
     scale = adam_scale(moments, learner) if moments else None
-    prompts = Prompts(read_prompts(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, here.rewards, prompts, run.seed)
+    requests = Requests(read_requests(recipe.prompts), run.seed)
+    loop = PolicyGradientLoop(recipe, learner, here.rewards, requests, run.seed)
     sums = GradientSums(run, learner, batches, scale)
     before, start = replace(here.costs), time.perf_counter()
     for i in range(batches):
-        chosen = prompts.batch(i, recipe.prompts_per_step)
+        chosen = requests.batch(i, recipe.prompts_per_step)
         batch = credited(recipe, learner, loop, rollout(recipe, learner, chosen, run.seed, i))
         sums.add(i, batch, gradients_of_steps(recipe, learner, batch))
         log(f"batch {i + 1} of {batches}")
@@ -204,6 +204,5 @@ def _opened(setting: Setting) -> Opened:
 def _shared(setting: Setting) -> tuple[Weights | None, Mapping[str, object]]:
     """Return what decides which weights and rewards are loaded."""
     content = without_place(setting.loaded)
-    arguments = content.pop("recipe")["init_args"]
-    kept = {name: arguments[name] for name in ("prompts", "on_failed_reward")}
-    return setting.weights, content | kept
+    recipe = content.pop("recipe")["init_args"]
+    return setting.weights, content | {"on_failed_reward": recipe["on_failed_reward"]}

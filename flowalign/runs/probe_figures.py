@@ -99,7 +99,7 @@ class Judged:
 
     def estimate(self, statistic: Callable[[Bool[Tensor, "J"]], Tensor]) -> Estimate:
         """Return a statistic of the blocks, with its error."""
-        blocks = len(self.products.count)
+        blocks = len(self.products.batches)
         left = left_out(statistic, blocks)
         value = statistic(torch.ones(blocks, dtype=torch.bool))
         return Estimate(value, standard_error(left), left)

@@ -49,18 +49,19 @@ def difference(base: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, 
     """Return what must be laid over resolved settings to get others; whole components change."""
     found: dict[str, Any] = {}
     for key, value in wanted.items():
-        before = base.get(key)
+        before: Any = base.get(key)
         if value == before:
             continue
-        mappings = isinstance(value, dict) and isinstance(before, dict) and before
-        if mappings and _is_opened(key, value, before):
+        if _is_opened(key, value, before):
             found[key] = difference(before, value)
         else:
             found[key] = value
     return found
 
 
-def _is_opened(key: str, value: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
+def _is_opened(key: str, value: object, before: object) -> bool:
     """Tell whether single arguments change; for other components, files need not name the class."""
+    if not (isinstance(value, dict) and isinstance(before, dict) and before):
+        return False
     same = value.get("class_path") == before.get("class_path")
     return same and ("class_path" not in value or key in _DESCENDED)

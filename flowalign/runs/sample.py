@@ -22,6 +22,7 @@ from flowalign.media.encode import CLIPS, write_clip
 from flowalign.media.image_grid import PICTURE_FILES, write_grid, write_picture
 from flowalign.runs.config import Run
 from flowalign.sampling.rollout import generate
+from flowalign.types import Request
 from flowalign.utils.console import Progress
 from flowalign.utils.files import write_text
 from flowalign.utils.manifest import agree
@@ -33,17 +34,17 @@ DECODED_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
-class Request:
-    """Holds the run file, the prompts and the settings of what is sampled."""
+class Job:
+    """Holds the run file, the requests and the settings of what is sampled."""
 
     run: Run
     """Run file whose model is sampled."""
     settings: Mapping[str, Any]
     """Settings that decide every picture or clip, for the manifest."""
-    prompts: Sequence[str]
-    """Prompts that are sampled."""
+    requests: Sequence[Request]
+    """Requests that are sampled."""
     count: int
-    """Pictures or clips per prompt."""
+    """Pictures or clips per request."""
     num_steps: int
     """Denoising steps."""
     seed: int
@@ -68,10 +69,10 @@ class Request:
         """Return the frames per second of the clips; None for pictures."""
         return self.run.policy.fps
 
-    def media(self, prompts: Sequence[str], generators: Sequence[torch.Generator]) -> Tensor:
+    def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
         """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
         policy, at_once = self.run.policy, 1 if self.fps else DECODED_AT_ONCE
-        latents = generate(policy, prompts, self.num_steps, generators, self.micro_batch)
+        latents = generate(policy, requests, self.num_steps, generators, self.micro_batch)
         return torch.cat([policy.decode(x).cpu() for x in latents.split(at_once)])
 
 
@@ -126,39 +127,39 @@ def is_file_name(out: str, clips: bool) -> bool:
     return True
 
 
-def write_as_grid(request: Request) -> str:
+def write_as_grid(job: Job) -> str:
     """Write one picture with a row per prompt; of clips a moving one, or a film strip of each.
 
     A single picture is written as it is, without a frame.
     """
-    request.load()
-    prompts = [prompt for prompt in request.prompts for _ in range(request.count)]
-    seeds = [generator(request.seed, "sample", i) for i in range(len(prompts))]
-    media = request.media(prompts, seeds)
-    if len(media) == 1 and not request.fps:
-        request.out.parent.mkdir(parents=True, exist_ok=True)
-        write_picture(request.out, media[0, 0])
-        return f"1 picture: {request.out}"
-    what = write_grid(request.out, media, request.count, request.fps)
-    return f"{what}: {request.out}"
+    job.load()
+    requests = [request for request in job.requests for _ in range(job.count)]
+    seeds = [generator(job.seed, "sample", i) for i in range(len(requests))]
+    media = job.media(requests, seeds)
+    if len(media) == 1 and not job.fps:
+        job.out.parent.mkdir(parents=True, exist_ok=True)
+        write_picture(job.out, media[0, 0])
+        return f"1 picture: {job.out}"
+    what = write_grid(job.out, media, job.count, job.fps)
+    return f"{what}: {job.out}"
 
 
 @dataclass(frozen=True)
 class Medium:
     """Names one file of a folder."""
 
-    prompt: str
-    """Prompt that the medium answers."""
+    request: Request
+    """Request that the medium answers."""
     number: int
-    """Index of the prompt, from 0."""
+    """Index of the request, from 0."""
     copy: int
-    """Index of the copy of this prompt, from 0."""
+    """Index of the copy of this request, from 0."""
     fps: float | None = None
     """Frames per second of a clip; None for a picture."""
 
     @property
     def id(self) -> str:
-        """Return the indices of prompt and copy; the prompt itself may hold any character."""
+        """Return the indices of request and copy; the prompt itself may hold any character."""
         return f"{self.number:06d}-{self.copy:02d}"
 
     @property
@@ -167,42 +168,42 @@ class Medium:
         return f"{self.id}.{'mp4' if self.fps else 'png'}"
 
 
-def write_folder(request: Request) -> str:
-    """Write a file per prompt and copy; batches are drawn whole, so a resumed folder is equal."""
-    out, size = request.out, request.micro_batch
+def write_folder(job: Job) -> str:
+    """Write a file per request and copy; batches are drawn whole, so a resumed folder is equal."""
+    out, size = job.out, job.micro_batch
     media = [
-        Medium(prompt, number, copy, request.fps)
-        for number, prompt in enumerate(request.prompts)
-        for copy in range(request.count)
+        Medium(request, number, copy, job.fps)
+        for number, request in enumerate(job.requests)
+        for copy in range(job.count)
     ]
     out.mkdir(parents=True, exist_ok=True)
-    agree(out / MANIFEST, request.settings, "`flowalign sample`")
+    agree(out / MANIFEST, job.settings, "`flowalign sample`")
     batches = [media[k : k + size] for k in range(0, len(media), size)]
     todo = [batch for batch in batches if _absent(out, batch)]
-    _list(out, media, request.seed)
+    _list(out, media, job.seed)
     if todo:
-        request.load()
+        job.load()
     start, made = time.perf_counter(), 0
     with Progress(len(todo), console=Console(stderr=True)) as progress:
         for step, batch in enumerate(todo):
-            made += _draw(request, batch)
+            made += _draw(job, batch)
             progress.update(step, {"throughput": made / (time.perf_counter() - start)})
     rate = made / (time.perf_counter() - start)
-    _list(out, media, request.seed)
-    what = "clips" if request.fps else "pictures"
+    _list(out, media, job.seed)
+    what = "clips" if job.fps else "pictures"
     return f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
 
 
-def _draw(request: Request, batch: Sequence[Medium]) -> int:
+def _draw(job: Job, batch: Sequence[Medium]) -> int:
     """Draw a batch, and write its absent files; returns their number."""
-    seeds = [generator(request.seed, "sample", one.number, one.copy) for one in batch]
-    media = request.media([one.prompt for one in batch], seeds)
-    absent = _absent(request.out, batch)
+    seeds = [generator(job.seed, "sample", one.number, one.copy) for one in batch]
+    media = job.media([one.request for one in batch], seeds)
+    absent = _absent(job.out, batch)
     for one, frames in zip(batch, media, strict=True):
         if one in absent:
-            _write(request.out / one.file_name, frames, one.fps)
-    with (request.out / LISTING).open("a") as listing:
-        listing.writelines(_lines(absent, request.seed))
+            _write(job.out / one.file_name, frames, one.fps)
+    with (job.out / LISTING).open("a") as listing:
+        listing.writelines(_lines(absent, job.seed))
     return len(absent)
 
 
@@ -226,6 +227,6 @@ def _list(out: Path, media: Sequence[Medium], seed: int) -> None:
 
 def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
     for one in media:
-        row = {"id": one.id, "file_name": one.file_name, "prompt": one.prompt, "seed": seed}
+        row = {"id": one.id, "file_name": one.file_name, "prompt": one.request.prompt, "seed": seed}
         row |= {"copy": one.copy} | ({"fps": one.fps} if one.fps else {})
         yield json.dumps(row) + "\n"

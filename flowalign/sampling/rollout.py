@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
@@ -14,7 +14,7 @@ from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.frame_windows import FrameWindow, frame_windows, shared_outside
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
-from flowalign.types import Policy, SharedRows, Trajectory
+from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
 from flowalign.utils.ranges import (
     DenoisingSteps,
     GroupSize,
@@ -136,7 +136,7 @@ class Sampling:
 @torch.no_grad()
 def sample(
     policy: Policy,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     cfg: Sampling,
     steps: Sequence[int],
     generators: Sequence[torch.Generator],
@@ -144,14 +144,14 @@ def sample(
     finish: Collection[CompletionRequest] = (),
     keep: Collection[int] | None = None,
 ) -> Trajectory:
-    """Draw `cfg.samples_per_prompt` trajectories per prompt, stochastic in `steps`, ODE elsewhere.
+    """Draw `cfg.samples_per_prompt` trajectories per request, stochastic in `steps`, ODE elsewhere.
 
-    Each prompt has its own generator: how prompts are spread over processes changes no draw. The
+    Each request has its own generator: how requests are spread over processes changes no draw. The
     states in `finish` are completed on the way: their completions take each step in one network
     call with the trajectories, so that there are T calls, however many states are completed. Only
     the states in `keep` are kept, all of them if it is None; that changes no draw either.
     """
-    trajectory = _scheduled(policy, prompts, cfg, steps)
+    trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, means = BatchedCompletion(trajectory, finish), {}
@@ -179,20 +179,20 @@ def sample(
 
 
 def empty_trajectory(
-    cfg: Sampling, steps: Sequence[int], prompts: Sequence[str], sigmas: Float[Tensor, "S"]
+    cfg: Sampling, steps: Sequence[int], requests: Sequence[Request], sigmas: Float[Tensor, "S"]
 ) -> Trajectory:
     """Return trajectories before they are drawn: no states, on the device of the schedule."""
     one, group = cfg.layout(steps), cfg.samples_per_prompt
     return Trajectory(
-        logp=torch.zeros(len(prompts) * group, cfg.num_steps, device=sigmas.device),
+        logp=torch.zeros(len(requests) * group, cfg.num_steps, device=sigmas.device),
         states={},
         sigmas=sigmas,
-        eta=one.eta.repeat(len(prompts), 1).to(sigmas.device),
+        eta=one.eta.repeat(len(requests), 1).to(sigmas.device),
         kernel=cfg.kernel,
         cond={},
-        prompts=[prompt for prompt in prompts for _ in range(group)],
+        requests=[request for request in requests for _ in range(group)],
         group_size=group,
-        rows=one.rows.repeat(len(prompts)),
+        rows=one.rows.repeat(len(requests)),
     )
 
 
@@ -209,7 +209,7 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
         states=_taken([part.states for part in parts]),
         eta=torch.cat([part.eta for part in parts]),
         cond={name: torch.cat([part.cond[name] for part in parts]) for name in first.cond},
-        prompts=[prompt for part in parts for prompt in part.prompts],
+        requests=[request for part in parts for request in part.requests],
         rows=SharedRows.concat([part.rows for part in parts]),
         means=_taken([part.means for part in parts]),
         finished=_taken([part.finished for part in parts]),
@@ -226,16 +226,15 @@ def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
 @torch.no_grad()
 def generate(
     policy: Policy,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     num_steps: int,
     generators: Sequence[torch.Generator],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
-    """Sample one clean latent per prompt, as the model's own pipeline does: deterministically."""
+    """Sample one clean latent per request, as the model's own pipeline does: deterministically."""
     x = torch.cat([policy.noise(1, generator) for generator in generators])
-    unique = sorted(set(prompts))
-    cond = policy.encode(unique)
-    row = torch.tensor([unique.index(prompt) for prompt in prompts], device=x.device)
+    cond, row = encode_once(policy, requests)
+    row = row.to(x.device)
     sigmas = policy.schedule(num_steps)
     for k in range(num_steps):
         v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
@@ -243,19 +242,27 @@ def generate(
     return x
 
 
+def encode_once(policy: Policy, requests: Sequence[Request]) -> tuple[Cond, Int[Tensor, "n"]]:
+    """Return the conditioning of different requests, and the row of each of the given ones."""
+    given = {request.given: request for request in requests}
+    unique = sorted(given.values(), key=lambda request: (request.prompt, request.given))
+    place = {request.given: i for i, request in enumerate(unique)}
+    return policy.encode(unique), torch.tensor([place[request.given] for request in requests])
+
+
 def _scheduled(
-    policy: Policy, prompts: Sequence[str], cfg: Sampling, steps: Sequence[int]
+    policy: Policy, requests: Sequence[Request], cfg: Sampling, steps: Sequence[int]
 ) -> Trajectory:
-    """Return trajectories with prompts encoded and the policy's schedule, but no states.
+    """Return trajectories with requests encoded and the policy's schedule, but no states.
 
     If steps are merged, one step of the schedule is longer.
     """
-    trajectory = empty_trajectory(cfg, steps, prompts, policy.schedule(cfg.num_steps))
+    trajectory = empty_trajectory(cfg, steps, requests, policy.schedule(cfg.num_steps))
     sigmas = trajectory.sigmas
     if cfg.merge is not None:
         eta, k = trajectory.eta[:, steps[0]].amax(), steps[0]
         sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
-    return replace(trajectory, sigmas=sigmas, cond=policy.encode(prompts))
+    return replace(trajectory, sigmas=sigmas, cond=policy.encode(requests))
 
 
 class _Noise:

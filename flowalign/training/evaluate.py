@@ -11,14 +11,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.prompts import read_prompts
+from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.media.encode import write_clip
 from flowalign.media.image_grid import write_grid
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
-from flowalign.types import Policy
+from flowalign.types import Policy, Request, prompts_of
 from flowalign.utils.files import write_text
 from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import generator
@@ -60,15 +60,15 @@ class Evaluation:
                 f"each of the {len(self.prompts)} splits needs at least one"
             )
 
-    def items(self) -> list[tuple[str, str]]:
-        """Return (split, prompt) of every sample.
+    def items(self) -> list[tuple[str, Request]]:
+        """Return (split, request) of every sample.
 
         Raises:
             ValueError: A prompts file is missing or empty.
         """
         share = self.num_prompts // len(self.prompts)
-        texts = {split: read_prompts(path) for split, path in self.prompts.items()}
-        return [(split, some[i % len(some)]) for split, some in texts.items() for i in range(share)]
+        known = {split: read_requests(path) for split, path in self.prompts.items()}
+        return [(split, some[i % len(some)]) for split, some in known.items() for i in range(share)]
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class SampleScores:
 
     dims: tuple[str, ...]
     """Names of the R dimensions."""
-    items: list[tuple[str, str]]
-    """Split and prompt of each sample."""
+    items: list[tuple[str, Request]]
+    """Split and request of each sample."""
     values: Float[Tensor, "n R"]
     """Scores of each sample; NaN where one failed."""
     shown: list[int]
@@ -87,8 +87,10 @@ class SampleScores:
     def as_json(self) -> dict[str, Any]:
         """Return a mapping that JSON can hold; a failed score is null."""
         samples = [
-            {"split": split, "prompt": prompt, "scores": [v if isfinite(v) else None for v in row]}
-            for (split, prompt), row in zip(self.items, self.values.tolist(), strict=True)
+            {"split": split, "prompt": request.prompt}
+            | ({"request": request.key} if request.references else {})
+            | {"scores": [v if isfinite(v) else None for v in row]}
+            for (split, request), row in zip(self.items, self.values.tolist(), strict=True)
         ]
         return {"dims": list(self.dims), "shown": self.shown, "samples": samples}
 
@@ -101,8 +103,8 @@ class Evaluated:
     """Mean of each reward dimension, per split and in all, and the diversity."""
     grid: Float[Tensor, "n F 3 H W"]
     """Media of the grid; clips are reduced to the size that a page shows."""
-    grid_prompts: list[str]
-    """Prompt of each sample of the grid."""
+    grid_requests: list[Request]
+    """Request of each sample of the grid."""
     fps: float | None = None
     """Frames per second of clips; None for pictures, which keep their size."""
     scores: SampleScores | None = None
@@ -113,24 +115,25 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
     The metrics are the mean of each dimension, per split and in all, and the diversity of samples
-    of one prompt.
+    of one request.
     """
     items = cfg.items()
     local = list(processes.share(range(len(items))))
+    requests = [items[i][1] for i in local]
     latents = generate(
         policy,
-        [items[i][1] for i in local],
+        requests,
         cfg.num_steps,
         [generator(cfg.seed, "evaluation", i) for i in local],
         cfg.micro_batch,
     )
-    prompts, order = [items[i][1] for i in local], {text: n for n, (_, text) in enumerate(items)}
+    order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
     for start in range(0, len(local), cfg.micro_batch):
-        some = prompts[start : start + cfg.micro_batch]
+        some = requests[start : start + cfg.micro_batch]
         media = policy.decode(latents[start : start + len(some)]).cpu()
-        scoring.add(rewards.batch(media, some, [order[p] for p in some], policy.fps))
+        scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
         kept |= {
             i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
             for i, frames in zip(local[start:], media, strict=False)
@@ -140,24 +143,24 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     kept = processes.merged(kept)
     return Evaluated(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
-        | {"eval/diversity": diversity(latents, [prompt for _, prompt in items])},
+        | {"eval/diversity": diversity(latents, [request for _, request in items])},
         grid=torch.stack([kept[i] for i in shown]),
-        grid_prompts=[items[i][1] for i in shown],
+        grid_requests=[items[i][1] for i in shown],
         fps=policy.fps,
         scores=SampleScores(rewards.dims, items, scores, shown),
     )
 
 
-def diversity(latents: Float[Tensor, "n *latent"], prompts: list[str]) -> float:
-    """Return the root-mean-square distance per latent element between samples of one prompt.
+def diversity(latents: Float[Tensor, "n *latent"], requests: list[Request]) -> float:
+    """Return the root-mean-square distance per latent element between samples of one request.
 
-    It is averaged over all pairs, and NaN if no prompt has two samples. It falls when a policy
+    It is averaged over all pairs, and NaN if no request has two samples. It falls when a policy
     collapses onto few pictures.
     """
     flat, distances = latents.flatten(1).float(), []
-    rows: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        rows.setdefault(prompt, []).append(i)
+    rows: dict[Request, list[int]] = {}
+    for i, request in enumerate(requests):
+        rows.setdefault(request, []).append(i)
     for same in rows.values():
         distances.append(torch.pdist(flat[same]) / flat.shape[1] ** 0.5)
     return float(torch.cat(distances).mean())
@@ -174,7 +177,10 @@ def save_grid(folder: Path, step: int, evaluated: Evaluated) -> None:
     steps = json.loads(index.read_text())["steps"] if index.exists() else []
     columns = min(GRID_COLUMNS, len(evaluated.grid))
     write_grid(samples / f"{name}.png", evaluated.grid, columns, evaluated.fps)
-    content = {"prompts": evaluated.grid_prompts, "steps": sorted({*steps, step})}
+    content = {
+        "prompts": prompts_of(evaluated.grid_requests),
+        "steps": sorted({*steps, step}),
+    }
     if evaluated.fps:
         for i, clip in enumerate(evaluated.grid):
             some, rate = thinned(len(clip), evaluated.fps, MOST_FRAMES)
@@ -198,7 +204,7 @@ def _means(
     return metrics
 
 
-def _spread_over_splits(items: list[tuple[str, str]], count: int) -> list[int]:
+def _spread_over_splits(items: list[tuple[str, Request]], count: int) -> list[int]:
     """Return evenly spaced indices, so that every split and kind of prompt shows."""
     count = min(count, len(items))
     return [round(i * (len(items) - 1) / max(count - 1, 1)) for i in range(count)]

@@ -3,7 +3,7 @@
 Axes, used in every annotation of the package:
 
     P  prompts on this rank               G  samples per prompt (the group)
-    B  = P * G samples, prompt-major, so sample b answers prompt b // G
+    B  = P * G samples, prompt-major, so sample b answers request b // G
     S  states of a trajectory, T = S - 1 transitions; transition k maps state k to state k + 1
     R  reward dimensions                  F  video frames, 1 for an image
 
@@ -22,8 +22,8 @@ from flowalign.types.matching import (
     Requirements,
     Residuals,
 )
-from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, VelocityField
-from flowalign.types.request import Reference, Request
+from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Takes, VelocityField
+from flowalign.types.request import Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
     Head,
@@ -89,7 +89,10 @@ __all__ = [
     "StepCredit",
     "Requirements",
     "SharedRows",
+    "Takes",
     "Trajectory",
     "ValueFunction",
     "VelocityField",
+    "plain_requests",
+    "prompts_of",
 ]

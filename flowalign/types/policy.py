@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from flowalign.types.request import Request
 from flowalign.types.trajectory import Cond
 
 
@@ -55,6 +56,33 @@ class ModelPlan:
     """Settings that would lower the memory further; empty if all are in use."""
 
 
+@dataclass(frozen=True)
+class Takes:
+    """Says what a policy is given with a prompt, so that a run that gives less is refused."""
+
+    references: tuple[int, int] = (0, 0)
+    """Fewest and most references of a request."""
+    mask: bool = False
+    """Whether every request has a mask of where the first reference is painted anew."""
+    kind: Literal["none", "source", "first_frame"] = "none"
+    """What references are: pictures to edit, the first frame of a clip, or not taken."""
+
+    def misfit(self, request: Request) -> str:
+        """Return how the number of references, or the mask, of a request does not fit; or ""."""
+        fewest, most = self.references
+        given = len(request.references)
+        wanted = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        if most and not fewest <= given <= most:
+            return f"takes {wanted} {self.kind} references, and the request has {given}"
+        if self.mask and request.mask is None:
+            return "takes a mask, and the request has none"
+        if request.mask is not None and not given:
+            return f"has no source for the mask {request.mask.name}"
+        if request.mask is not None and not self.mask:
+            return f"takes no mask, and the request has {request.mask.name}"
+        return ""
+
+
 class VelocityField(ABC):
     """Predicts velocities: all that a frozen reference offers, and that losses need of a policy."""
 
@@ -72,6 +100,9 @@ class Policy(VelocityField):
     """The network being trained; the rest of the pipeline is frozen."""
     evaluations_per_velocity: int
     """Network evaluations that one call of `velocity` costs per sample: 2 with guidance."""
+
+    takes: Takes = Takes()
+    """What `encode` is given with each prompt."""
 
     guidance: float = 1.0
     """Classifier-free guidance scale of `velocity`; 1 is no guidance."""
@@ -94,8 +125,8 @@ class Policy(VelocityField):
         """Read the weights. Constructors are cheap; everything below needs this first."""
 
     @abstractmethod
-    def encode(self, prompts: Sequence[str]) -> Cond:
-        """Return the text conditioning, one row per prompt."""
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        """Return the conditioning on prompts and on what `takes` names, one row per request."""
 
     @abstractmethod
     def schedule(self, num_steps: int) -> Float[Tensor, "S"]:

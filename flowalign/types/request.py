@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,6 +47,18 @@ class Request:
         found = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(found.encode()).hexdigest()[:16]
 
+    @cached_property
+    def given(self) -> bytes:
+        """Return a digest of what a policy is given: everything but the metadata.
+
+        That of a prompt alone is the prompt's, by which caches of conditioning go from the first.
+        """
+        if not self.references and self.mask is None:
+            return hashlib.sha256(self.prompt.encode()).digest()
+        mask = self.mask.digest if self.mask else ""
+        content = self.prompt, [one.digest for one in self.references], mask
+        return hashlib.sha256(json.dumps(content).encode()).digest()
+
     def __eq__(self, other: object) -> bool:
         """Return whether both ask the same."""
         return isinstance(other, Request) and self.key == other.key
@@ -54,3 +66,13 @@ class Request:
     def __hash__(self) -> int:
         """Return a hash of the key."""
         return hash(self.key)
+
+
+def plain_requests(prompts: Iterable[str]) -> list[Request]:
+    """Return requests that are a prompt and nothing else."""
+    return [Request(prompt) for prompt in prompts]
+
+
+def prompts_of(requests: Iterable[Request]) -> list[str]:
+    """Return the prompts of requests, which may be equal."""
+    return [request.prompt for request in requests]

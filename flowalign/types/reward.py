@@ -31,7 +31,8 @@ class MediaBatch:
     fps: Sequence[float] = ()
     """Frames per second of each sample, or empty where unknown."""
     references: Sequence[Sequence[Float[Tensor, "3 _ _"]]] = ()
-    """Source or reference images of each sample (editing, image to video), or empty."""
+    """Source or reference images of each sample (editing, image to video), or empty; of a clip
+    its first frame."""
     groups: Sequence[int] = ()
     """Group ids, or empty; group-wise models compare samples with the same id."""
 
@@ -56,15 +57,18 @@ class MediaBatch:
 
     @staticmethod
     def concat(batches: Sequence["MediaBatch"]) -> "MediaBatch":
-        """Return the samples of several batches, one after another."""
+        """Return the samples of several batches, one after another.
+
+        Samples of batches without metadata or references have empty ones beside those of others.
+        """
         if len(batches) == 1:
             return batches[0]
         return MediaBatch(
             torch.cat([b.media for b in batches]),
             [p for b in batches for p in b.prompts],
-            [m for b in batches for m in b.metadata],
+            _filled([b.metadata for b in batches], batches, {}),
             [f for b in batches for f in b.fps],
-            [r for b in batches for r in b.references],
+            _filled([b.references for b in batches], batches, ()),
             [g for b in batches for g in b.groups],
         )
 
@@ -218,6 +222,14 @@ def _rows(media: Float[Tensor, "n F 3 H W"], rows: Sequence[int]) -> Float[Tenso
 
 def _pick(column: Sequence[T], rows: Sequence[int]) -> Sequence[T]:
     return [column[i] for i in rows] if column else ()
+
+
+def _filled(columns: Sequence[Sequence[T]], batches: Sequence[MediaBatch], empty: T) -> Sequence[T]:
+    """Join a column of several batches, or return none if no batch has it."""
+    if not any(columns):
+        return ()
+    pairs = zip(columns, batches, strict=True)
+    return [one for column, batch in pairs for one in column or [empty] * len(batch)]
 
 
 class Loadable(ABC):

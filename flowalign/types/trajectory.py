@@ -9,9 +9,10 @@ from torch import Tensor
 
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import Kernel
+from flowalign.types.request import Request, prompts_of
 
 Cond = Mapping[str, Tensor]
-"""Text conditioning as a policy understands it. Every tensor has a leading sample axis."""
+"""Conditioning as a policy understands it. Every tensor has a leading sample axis."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ class Trajectory:
     kernel: Kernel
     """Transition family that drew the states; losses replay this one and no other."""
     cond: Cond
-    """Text conditioning, one row per prompt; sample b uses row b // group_size."""
-    prompts: Sequence[str]
-    """Prompt of each sample."""
+    """Conditioning, one row per request; sample b uses row b // group_size."""
+    requests: Sequence[Request]
+    """Request that each sample answers."""
     group_size: int
-    """G, samples per prompt."""
+    """G, samples per request."""
     rows: SharedRows
     """Arrangement that says which samples share which states."""
     means: Mapping[int, Float[Tensor, "B *latent"]] = field(default_factory=dict)
@@ -101,6 +102,11 @@ class Trajectory:
     )
     """Clean latents of the states that were completed during the rollout, one row per distinct
     state."""
+
+    @property
+    def prompts(self) -> list[str]:
+        """Return the prompt of each sample, for logs."""
+        return prompts_of(self.requests)
 
     @property
     def num_steps(self) -> int:

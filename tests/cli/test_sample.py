@@ -19,6 +19,7 @@ from flowalign.data.readers import open_dataset
 from flowalign.media.decode import decode
 from flowalign.media.media import Media
 from flowalign.sampling.rollout import generate
+from flowalign.types import plain_requests
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
@@ -121,7 +122,7 @@ def test_a_folder_lists_every_picture_with_its_prompt_and_seed(sample, tmp_path,
 def test_a_picture_is_what_the_sampler_makes_of_its_own_noise(sample, tmp_path):
     sample("--out", tmp_path / "out", "--num_steps", 6)
     policy = Tinted()
-    latents = generate(policy, ["aaa"], 6, [generator(3, "sample", 2, 1)], 1)
+    latents = generate(policy, plain_requests(["aaa"]), 6, [generator(3, "sample", 2, 1)], 1)
     expected = (policy.decode(latents)[0, 0] * 255).round().byte().permute(1, 2, 0).numpy()
     assert np.array_equal(pixels(tmp_path / "out", "000002-01"), expected)
 
@@ -158,7 +159,14 @@ def test_prompts_may_hold_any_character(sample, tmp_path):
     assert [record.prompt for record in open_dataset(str(tmp_path / "out"))] == odd
     # The list of a folder is a file of prompts for the next one.
     again = tmp_path / "again"
-    sample("--prompts", tmp_path / "out" / "metadata.jsonl", "--count", 1, "--out", again)
+    sample(
+        "--prompts",
+        tmp_path / "out" / "metadata.jsonl",
+        "--count",
+        1,
+        "--out",
+        again,
+    )
     assert listing(again) == listing(tmp_path / "out")
 
 
@@ -316,7 +324,7 @@ def test_a_grid_has_a_row_for_each_prompt(sample, tmp_path, capsys):
     assert grid.shape == (2 * (2 + 2) + 2, 3 * (3 + 2) + 2, 3)
     assert "6 pictures, 3 a row" in capsys.readouterr().err
     policy = Tinted()
-    latents = generate(policy, ["c" * 9], 4, [generator(3, "sample", 4)], 1)
+    latents = generate(policy, plain_requests(["c" * 9]), 4, [generator(3, "sample", 4)], 1)
     expected = (policy.decode(latents)[0, 0] * 255 + 0.5).byte().permute(1, 2, 0).numpy()
     assert np.array_equal(grid[6:8, 7:10], expected)
 
@@ -337,7 +345,7 @@ def test_a_single_picture_is_written_without_a_frame(sample, tmp_path, capsys):
     sample("--prompt", "bb", "--count", 1, "--out", tmp_path / "new" / "one.png")
     assert "1 picture: " in capsys.readouterr().err
     policy = Tinted()
-    latents = generate(policy, ["bb"], 4, [generator(3, "sample", 0)], 1)
+    latents = generate(policy, plain_requests(["bb"]), 4, [generator(3, "sample", 0)], 1)
     expected = (policy.decode(latents)[0, 0] * 255).round().byte().permute(1, 2, 0).numpy()
     assert np.array_equal(np.asarray(Image.open(tmp_path / "new" / "one.png")), expected)
 
@@ -432,7 +440,9 @@ VIDEO = [
 
 def clip_of(prompt: str, *place: int) -> Tensor:
     policy = Clips()
-    return policy.decode(generate(policy, [prompt], 4, [generator(3, "sample", *place)], 1))[0]
+    return policy.decode(
+        generate(policy, plain_requests([prompt]), 4, [generator(3, "sample", *place)], 1)
+    )[0]
 
 
 def test_a_video_model_leaves_whole_clips_that_can_be_scored(sample, tmp_path, capsys):

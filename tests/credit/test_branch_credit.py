@@ -19,7 +19,7 @@ from flowalign.functional.transition import FlowSDE, log_density, sample_next, t
 from flowalign.sampling.branching import Chain, Comb, Tree
 from flowalign.sampling.rollout import Sampling, empty_trajectory
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.types import Trajectory, ValueFunction
+from flowalign.types import Trajectory, ValueFunction, plain_requests
 from tests.fixtures.golden import GOLDEN, load
 from tests.fixtures.training import Given
 
@@ -34,7 +34,9 @@ def trajectory(branching=None, prompts=("a",), window=None, **sampling) -> Traje
         | sampling
     )
     steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator())
-    return empty_trajectory(cfg, steps, prompts, torch.linspace(1, 0, cfg.num_steps + 1))
+    return empty_trajectory(
+        cfg, steps, plain_requests(prompts), torch.linspace(1, 0, cfg.num_steps + 1)
+    )
 
 
 def with_states(empty_trajectory: Trajectory) -> Trajectory:

@@ -14,7 +14,7 @@ from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
-from flowalign.types import RewardOutput
+from flowalign.types import RewardOutput, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import (
     THREE,
@@ -42,7 +42,7 @@ def whole(cfg, learner):
     """The trajectory of `setting` with all of its states."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Settings, "kept", lambda cfg, _: range(cfg.sampling.num_steps + 1))
-        return rollout(cfg, learner, THREE, 0, 0)
+        return rollout(cfg, learner, plain_requests(THREE), 0, 0)
 
 
 def trained(batch):
@@ -193,7 +193,11 @@ def spent(credit, window, num_steps):
     rewards.costs = costs
     costs.count(learner.policy.denoiser)
     credited(
-        cfg, learner, completion_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+        cfg,
+        learner,
+        completion_values(
+            cfg, learner, rewards, rollout(cfg, learner, plain_requests(THREE), 0, 0)
+        ),
     )
     counts = costs.network_evaluations, costs.decodes, costs.reward_calls
     return tuple(count / 12 for count in counts)

@@ -23,6 +23,7 @@ from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
 from flowalign.rewards.composite import Rewards
 from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.types import prompts_of
 from tests.fixtures.preference import stored
 from tests.fixtures.scoring_rewards import Moving
 from tests.fixtures.training import new_learner
@@ -182,5 +183,5 @@ def test_an_evaluation_of_clips_keeps_what_it_shows(tmp_path):
     rewards = Rewards([Warmth()], {"warm": 1.0, "green": 0.0})
     result = evaluate(policy, rewards, cfg, ALONE)
     assert (result.grid.shape, result.fps) == ((2, FRAMES, 3, 4, 6), 4.0)
-    assert result.grid_prompts == ["a", "bbb"]
+    assert prompts_of(result.grid_requests) == ["a", "bbb"]
     assert not torch.equal(result.grid[0, 0], result.grid[0, -1]), "whole clips, not one frame"

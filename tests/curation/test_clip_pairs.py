@@ -11,7 +11,7 @@ from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.method import ClipPair, Dropped
 from flowalign.functional.matching import noised
 from flowalign.rewards.composite import Rewards
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from tests.fixtures.video_pixel import FRAMES, GRID, VideoPixel, Warmth, clip
 
 
@@ -24,7 +24,7 @@ def regenerator(policy=None, rewards=None, num_steps: int = 8, seed: int = 0, mi
 def clips(count: int = 3, first: int = 0) -> Clips:
     numbers = list(range(first, first + count))
     latents = VideoPixel().embed(torch.stack([clip(k) for k in numbers]))
-    return Clips(latents, ["p" * (k + 1) for k in numbers], numbers)
+    return Clips(latents, plain_requests(["p" * (k + 1) for k in numbers]), numbers)
 
 
 def linear() -> VideoPixel:
@@ -55,7 +55,7 @@ def test_clips_of_different_levels_share_calls_and_change_nothing_for_each_other
     together = shop.regenerated(some, noise, starts)
     assert shop.rewards.costs.sampling_evaluations == 3 + 6 + 2
     for i in range(3):
-        alone = Clips(some.latents[i : i + 1], some.prompts[i : i + 1], [i])
+        alone = Clips(some.latents[i : i + 1], some.requests[i : i + 1], [i])
         got = shop.regenerated(alone, noise[i : i + 1], starts[i : i + 1])
         assert_close(together[i : i + 1], got)
 
@@ -95,7 +95,7 @@ def test_outside_the_mask_the_network_sees_the_clip_with_the_same_noise_at_every
 
 
 def test_noise_belongs_to_seed_purpose_and_number_of_the_clip_alone():
-    shop, later = regenerator(), Clips(clips(3).latents[1:], ["p", "q"], [1, 2])
+    shop, later = regenerator(), Clips(clips(3).latents[1:], plain_requests(["p", "q"]), [1, 2])
     assert torch.equal(shop.noise("noise", clips(3))[1:], shop.noise("noise", later))
     assert not torch.equal(shop.noise("a", later), shop.noise("b", later))
     assert not torch.equal(shop.noise("a", later), regenerator(seed=1).noise("a", later))

@@ -21,6 +21,7 @@ from flowalign.data.preference.sampler import EpochSampler
 from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
+from flowalign.types import plain_requests, prompts_of
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.video_pixel import clip
 
@@ -381,35 +382,36 @@ def test_prompts_are_encoded_once_and_read_in_order(tmp_path, in_memory):
     class Counting(PixelPolicy):
         seen: Counter[str] = Counter()
 
-        def encode(self, prompts) -> dict[str, Tensor]:
+        def encode(self, requests) -> dict[str, Tensor]:
+            prompts = prompts_of(requests)
             self.seen.update(prompts)
             words = torch.tensor([[[ord(p[0]), i] for i in range(3)] for p in prompts])
-            return super().encode(prompts) | {"text": words.bfloat16()}
+            return super().encode(requests) | {"text": words.bfloat16()}
 
     policy = Counting()
     texts = PromptEmbeddingCache(policy, None if in_memory else tmp_path, batch=2)
-    texts.prepare(["a", "bcd", "ef", "a", "\u2028 odd \u00e9\n"])
-    texts.prepare(["ef", "new one"])
+    texts.prepare(plain_requests(["a", "bcd", "ef", "a", "\u2028 odd \u00e9\n"]))
+    texts.prepare(plain_requests(["ef", "new one"]))
     assert set(policy.seen.values()) == {1}
     assert texts.num_encoded == 5
     order = ["ef", "new one", "a", "ef", "\u2028 odd \u00e9\n"]
-    read, expected = texts.read(order), policy.encode(order)
+    read, expected = texts.read(plain_requests(order)), policy.encode(plain_requests(order))
     assert read.keys() == expected.keys()
     assert all(torch.equal(read[name], expected[name]) for name in expected)
     assert read["text"].dtype == torch.bfloat16
     with pytest.raises(ValueError, match="'zzz' was not prepared"):
-        texts.read(["a", "zzz"])
+        texts.read(plain_requests(["a", "zzz"]))
 
 
 def test_prompts_of_another_encoder_are_not_read(tmp_path):
-    PromptEmbeddingCache(BatchFields(text_id="one"), tmp_path).prepare(["a", "bb"])
+    PromptEmbeddingCache(BatchFields(text_id="one"), tmp_path).prepare(plain_requests(["a", "bb"]))
     other = PromptEmbeddingCache(BatchFields(text_id="two"), tmp_path)
     with pytest.raises(ValueError, match="was not prepared"):
-        other.read(["a"])
+        other.read(plain_requests(["a"]))
     same = PromptEmbeddingCache(BatchFields(text_id="one"), tmp_path)
-    same.prepare(["bb", "a", "ccc"])
+    same.prepare(plain_requests(["bb", "a", "ccc"]))
     assert same.num_encoded == 1
-    assert same.read(["bb", "ccc"])["length"].flatten().tolist() == [2, 3]
+    assert same.read(plain_requests(["bb", "ccc"]))["length"].flatten().tolist() == [2, 3]
 
 
 # ---------------------------------------------------------------- order

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowalign.sampling.rollout import generate
+from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from pipelines.weights import Lora
 from tests.fixtures.doc_pages import DOCS, ROOT, all_blocks, blocks
@@ -22,7 +23,7 @@ def test_its_pictures_are_those_of_flowalign_to_four_digits(tmp_path, monkeypatc
     policy.save_weights(str(tmp_path / "runs/docs/plain/checkpoints/step-000002/ema"))
     seeds = [generator(3, "sample", number, copy) for number in range(2) for copy in range(2)]
     prompts = [prompt for prompt in PROMPTS for _ in range(2)]
-    ours = policy.decode(generate(policy, prompts, 8, seeds, micro_batch=4))[:, 0]
+    ours = policy.decode(generate(policy, plain_requests(prompts), 8, seeds, micro_batch=4))[:, 0]
 
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.chdir(tmp_path)

@@ -18,6 +18,7 @@ from flowalign.media.image_grid import write_grid
 from flowalign.media.media import Media
 from flowalign.media.thumbnails import first_to_last, looping, pictures, reduced, thinned
 from flowalign.reports.samples import cut_grid
+from flowalign.types import plain_requests
 
 
 def clip(num_frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
@@ -355,7 +356,7 @@ def test_the_cover_of_a_song_is_no_video(tmp_path):
         packet.stream, packet.pts, packet.dts = picture, 0, 0
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 4096), np.float32), "fltp", "mono")
         frame.sample_rate = 8000
-        packets = [*sound.encode(frame), *sound.encode()]
+        packets = [*sound.encode(plain_requests(frame)), *sound.encode()]
         container.mux(packet)
         container.mux(packets)
     with pytest.raises(MediaProblem, match="no video stream"):

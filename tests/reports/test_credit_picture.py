@@ -14,7 +14,7 @@ from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.granular import Granular
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.reports import run_report as report
 from flowalign.reports.canvas import Scale
 from flowalign.reports.credit_chart import CreditRecord, draw
@@ -30,6 +30,7 @@ from flowalign.training.policy_gradient.credit_record import (
 )
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from tests.fixtures.credit_rollouts import (
     THREE,
     blind_rewards,
@@ -70,7 +71,7 @@ def judged(cfg, learner, trajectory, rewards=None):
 def sampled(credit, sampling, **recipe):
     """What is judged of one rollout with this sampling."""
     cfg, learner = new_recipe(sampling, credit=credit, **recipe), moving_learner()
-    return judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0))
+    return judged(cfg, learner, rollout(cfg, learner, plain_requests(THREE), 0, 0))
 
 
 def numbers(cells):
@@ -163,7 +164,7 @@ def test_a_state_that_is_finished_in_several_ways_is_shown_once():
 )
 def test_samples_branch_where_they_share_noise_or_add_it_at_other_steps(sampling, branching):
     cfg, learner = new_recipe(sampling), moving_learner()
-    assert branches(rollout(cfg, learner, THREE, 0, 0)) is branching
+    assert branches(rollout(cfg, learner, plain_requests(THREE), 0, 0)) is branching
 
 
 def test_a_comb_shows_every_outcome_and_who_shares_what():
@@ -188,7 +189,7 @@ def test_pictures_are_of_the_first_samples_and_of_the_middle_frame():
     cfg, learner = new_recipe({"samples_per_prompt": 8}, credit=Gain()), moving_learner()
     still = learner.policy.decode
     learner.policy.decode = lambda x: torch.cat([0 * still(x), still(x), 0 * still(x)], 1)
-    seen = judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0))
+    seen = judged(cfg, learner, rollout(cfg, learner, plain_requests(THREE), 0, 0))
     pictures = shown(seen)
     assert list(pictures) == [0, 1, 2, 4]
     assert [len(images) for images in pictures.values()] == [6] * 4
@@ -201,7 +202,9 @@ def test_large_pictures_are_reduced_and_keep_their_proportions():
     cfg, learner = new_recipe(credit=Gain()), moving_learner()
     still = learner.policy.decode
     learner.policy.decode = lambda x: still(x).expand(-1, -1, -1, 320, 640)
-    assert shown(judged(cfg, learner, rollout(cfg, learner, THREE, 0, 0)))[0][0].shape == (
+    assert shown(judged(cfg, learner, rollout(cfg, learner, plain_requests(THREE), 0, 0)))[0][
+        0
+    ].shape == (
         80,
         160,
         3,
@@ -310,7 +313,7 @@ def test_who_watches_changes_nothing():
     weights = []
     for observer in (None, Watching(lambda step, result: shown(result))):
         cfg, learner = new_recipe(credit=Gain()), new_learner()
-        prompts = Prompts(PROMPTS, 3)
+        prompts = Requests(plain_requests(PROMPTS), 3)
         loop = PolicyGradientLoop(cfg, learner, new_rewards(), prompts, 0, observer)
         list(loop.run(range(2)))
         weights.append(flat(learner.policy.denoiser))

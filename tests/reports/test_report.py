@@ -18,6 +18,7 @@ from flowalign.reports.run_report import write_report
 from flowalign.reports.samples import cut_grid
 from flowalign.training.evaluate import Evaluated, save_grid
 from flowalign.training.policy_gradient.credit_record import _small
+from flowalign.types import plain_requests
 from tests.fixtures.fake_run import BLANK, PROMPTS, SUMMARY, fake_run, grid, rows, write_rows
 
 pytestmark = pytest.mark.slow
@@ -155,7 +156,7 @@ def moving(tmp_path):
     folder = fake_run(tmp_path / "video")
     shutil.rmtree(folder / "samples")
     for step, skill in ((0, 0.2), (40, 1.0)):
-        save_grid(folder, step, Evaluated({}, clips(skill, step), PROMPTS, 8.0))
+        save_grid(folder, step, Evaluated({}, clips(skill, step), plain_requests(PROMPTS), 8.0))
     return folder
 
 
@@ -194,7 +195,7 @@ def test_a_large_clip_is_small_on_the_page(tmp_path):
     clip = torch.stack([frame[0].roll(9 * i, -1) for i in range(50)])
     reduced_clip = reduced(clip, LONGEST)[None]
     shutil.rmtree(folder / "samples")
-    save_grid(folder, 0, Evaluated({}, reduced_clip, ["a cloud"], 16.0))
+    save_grid(folder, 0, Evaluated({}, reduced_clip, plain_requests(["a cloud"]), 16.0))
     page = page_of(folder)
     loop = decoded(re.search(r"image/webp;base64,([^\"]*)", page)[1])
     frames = list(ImageSequence.all_frames(loop))

@@ -10,6 +10,7 @@ import torch
 from flowalign.reports import run_report as report
 from flowalign.reports.scores import changes, leading, read_scores, verdicts, worst
 from flowalign.training.evaluate import Evaluated, SampleScores, save_grid
+from flowalign.types import Request, plain_requests
 from tests.fixtures.fake_run import BLANK, PROMPTS, fake_run
 
 ITEMS = [("seen", prompt) for prompt in PROMPTS] + [("unseen", "a white circle")] * 2
@@ -20,9 +21,14 @@ AFTER = [[1.0, 0.5]] * 10 + [[0.0, 0.125], [math.nan, math.nan]] + [[0.0, 0.0], 
 
 
 def write(folder, step, values, dims=DIMS):
-    scores = SampleScores(dims, ITEMS, torch.tensor(values), list(range(12)))
+    scores = SampleScores(
+        dims,
+        [(split, Request(prompt)) for split, prompt in ITEMS],
+        torch.tensor(values),
+        list(range(12)),
+    )
     pictures = torch.zeros(12, 1, 3, 32, 32)
-    save_grid(folder, step, Evaluated({}, pictures, PROMPTS, scores=scores))
+    save_grid(folder, step, Evaluated({}, pictures, plain_requests(PROMPTS), scores=scores))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from flowalign.credit.gain import Gain
-from flowalign.data.prompts import read_metadata
+from flowalign.data.requests import read_requests
 from flowalign.functional.combine import Multipliers
 from flowalign.rewards.checked import RewardError
 from flowalign.rewards.composite import Rewards
@@ -20,7 +20,15 @@ from flowalign.rewards.objectives import (
 )
 from flowalign.training.checkpoint import restore, save
 from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    Loadable,
+    MediaBatch,
+    Request,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+    plain_requests,
+)
 from tests.fixtures.pixel import Redness
 from tests.fixtures.training import (
     Given,
@@ -99,7 +107,9 @@ def test_rewards_of_one_batch_are_computed_while_the_next_is_sampled():
 
     learner.policy.velocity = watched
     cfg = new_recipe(rollout_batch_prompts=1)
-    collect_rollouts(cfg, learner, Rewards([model], {"redness": 1.0}), THREE, 0, 0)([4])
+    collect_rollouts(cfg, learner, Rewards([model], {"redness": 1.0}), plain_requests(THREE), 0, 0)(
+        [4]
+    )
     assert model.calls == [4, 4, 4]
     assert len(calls) == 3 * 4
 
@@ -132,7 +142,7 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
     model, learner = Rank(), new_learner()
     cfg = new_recipe({"micro_batch": micro_batch})
     rewards = Rewards([Redness(), model], {"rank": 1.0})
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     values = completion_values(cfg, learner, rewards, trajectory)([4])[:, 0]
     assert len(model.groups) == 1
     assert [len(set(model.groups[0][i : i + 4])) for i in (0, 4, 8)] == [1, 1, 1]
@@ -145,7 +155,7 @@ def test_groupwise_models_see_whole_groups_whatever_the_chunks(micro_batch):
 def test_states_of_different_steps_are_different_groups():
     model, learner = Rank(), new_learner()
     cfg = new_recipe(credit=Gain())
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     completion_values(cfg, learner, Rewards([model], {"rank": 1.0}), trajectory)([1, 4])
     assert len(set(model.groups[0])) == 6
 
@@ -160,12 +170,10 @@ def test_metadata_of_a_prompt_reaches_the_models(tmp_path):
             seen.extend(batch.metadata)
             return super().score(batch)
 
-    rewards = Rewards([Reader()], {"redness": 1.0}, metadata=read_metadata(str(file)))
-    rewards.score(rewards.batch(torch.rand(3, 1, 3, 2, 2), ["bb", "a", "?"]))
+    rewards = Rewards([Reader()], {"redness": 1.0})
+    first, second = read_requests(str(file))
+    rewards.score(rewards.batch(torch.rand(3, 1, 3, 2, 2), [second, first, Request("?")]))
     assert seen == [{"n": 2}, {"text": "A"}, {}]
-    file.write_text('{"prompt": "a", "text": "A"}\n{"prompt": "a", "text": "B"}\n')
-    with pytest.raises(ValueError, match="'a' occurs with different fields"):
-        read_metadata(str(file))
 
 
 def test_loading_prepares_exactly_the_models_that_need_it():
@@ -203,7 +211,7 @@ def test_a_transform_needs_a_reference_for_each_weighted_dimension_and_no_other(
 def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
     learner, cfg = new_learner(), new_recipe(advantage_scale="none")
     reference = LogSigmoidCentred(reference={"redness": -5.0})
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     plain, raw = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     cfg = new_recipe(advantage_scale="none", value_transform=reference)
     moved, same = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
@@ -214,7 +222,7 @@ def test_transformed_rewards_are_learned_from_and_raw_ones_reported():
 
 def test_dominated_samples_are_not_trained_and_the_baseline_is_everyones():
     learner = new_learner()
-    trajectory = rollout(new_recipe(), learner, THREE, 0, 0)
+    trajectory = rollout(new_recipe(), learner, plain_requests(THREE), 0, 0)
     rewards = new_rewards(redness=1.0, green=1.0)
     everyone, _ = credited(
         new_recipe(), learner, completion_values(new_recipe(), learner, rewards, trajectory)

@@ -15,7 +15,7 @@ from flowalign.rewards.objectives import Thresholds
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.policy_gradient.rollouts import collect_rollouts
-from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from reward_models.backbones import Encoder
 from reward_models.checklist import read_sheet
 from reward_models.gated import Gated
@@ -103,8 +103,11 @@ def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
 
 def test_pictures_have_no_frame_rate():
     media = torch.rand(2, 1, 3, 4, 5)
-    assert Rewards([Redness()], {}).batch(media, ["a", "b"]).fps == ()
-    assert Rewards([Redness()], {}).batch(media, ["a", "b"], fps=12.5).fps == (12.5, 12.5)
+    assert Rewards([Redness()], {}).batch(media, plain_requests(["a", "b"])).fps == ()
+    assert Rewards([Redness()], {}).batch(media, plain_requests(["a", "b"]), fps=12.5).fps == (
+        12.5,
+        12.5,
+    )
 
 
 def test_rewards_that_do_not_fit_the_policys_media_are_refused_without_weights():
@@ -158,7 +161,9 @@ def test_visionreward_video_is_a_reward_of_an_online_step():
     judge_, learner = CreditRequirements(), new_learner(Slides())
     rewards = Rewards([vision_reward_video(judge_)], {"overall": 1.0})
     cfg = new_recipe({"micro_batch": 4})
-    batch, metrics = credited(cfg, learner, collect_rollouts(cfg, learner, rewards, THREE, 0, 0))
+    batch, metrics = credited(
+        cfg, learner, collect_rollouts(cfg, learner, rewards, plain_requests(THREE), 0, 0)
+    )
     assert len(judge_.asked) == 12
     sheet = read_sheet("vision_reward_video")
     written = [q.replace("[[prompt]]", "bb") for q in sheet.questions]
@@ -209,7 +214,7 @@ CALM = {"smoothness": 0.3, "flicker": 0.2, "consistency": 0.1}
 def judged(rewards: Rewards, **recipe):
     """Advantages of a prompt's four samples, and their rewards by name."""
     cfg, learner = new_recipe(**recipe), new_learner(Slides())
-    values = collect_rollouts(cfg, learner, rewards, ["a"], 0, 0)
+    values = collect_rollouts(cfg, learner, rewards, plain_requests(["a"]), 0, 0)
     batch, metrics = credited(cfg, learner, values)
     named = dict(zip(rewards.dims, values([4])[:, 0].T.tolist(), strict=True))
     return batch.advantage[:, 0].tolist(), named, metrics

@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.runs import bench
 from flowalign.runs.config import load
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.training import credited, new_learner
 
@@ -29,7 +30,9 @@ def test_the_floor_is_the_evaluations_that_a_step_makes(overrides):
     costs.count(run.policy.denoiser)
     rewards = Rewards(run.rewards, run.reward_weights, "raise", costs)
     recipe = run.recipe
-    trajectory = rollout(recipe, learner, Prompts(["a red circle"]).batch(0, 2), 0, 0)
+    trajectory = rollout(
+        recipe, learner, Requests(plain_requests(["a red circle"])).batch(0, 2), 0, 0
+    )
     batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
     update(recipe, learner, batch, 0, 0)
     step = (costs.sampling_evaluations, costs.training_evaluations)

@@ -523,7 +523,6 @@ def _start(*argv: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # & in a shell ignores it
     )
 
 

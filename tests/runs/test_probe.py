@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.functional.signal import moments
 from flowalign.runs import probe_sums as module
 from flowalign.runs.bench import opened
@@ -15,6 +15,7 @@ from flowalign.sampling.sde_windows import Random
 from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
 
@@ -22,7 +23,7 @@ from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_re
 def one_batch(step_weight="uniform", micro_batch=5):
     recipe = new_recipe(step_weight=step_weight, micro_batch=micro_batch)
     learner = new_learner()
-    trajectory = rollout(recipe, learner, Prompts(PROMPTS, 3).batch(0, 3), 0, 0)
+    trajectory = rollout(recipe, learner, Requests(plain_requests(PROMPTS), 3).batch(0, 3), 0, 0)
     values = completion_values(recipe, learner, new_rewards(), trajectory)
     return recipe, learner, credited(recipe, learner, values)[0]
 
@@ -124,7 +125,7 @@ def test_many_batches_take_the_memory_of_sixteen_blocks():
         sums.close(i)
     assert sum(g.numel() for block in sums.sums for g in block.values()) == 16 * 2 * 3
     found = sums.products([0, 1])
-    assert found.count.tolist() == [3] * 8 + [2] * 8
+    assert found.batches.tolist() == [3] * 8 + [2] * 8
     whole = gradients.sum(0)
     torch.testing.assert_close(found.sums.sum((0, 2)), whole @ whole.T)
 

@@ -99,7 +99,7 @@ def probed(run: Run, batches: int) -> Probe:
 
 def estimates(found: Probe) -> Sequence[tuple[Tensor, Tensor]]:
     """Signal and noise of all pairs of steps, and the signal to noise, with standard errors."""
-    products, blocks = found.gradient, len(found.gradient.count)
+    products, blocks = found.gradient, len(found.gradient.batches)
     ones = torch.ones(len(found.steps)).double()
 
     def all_of(kept: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ def test_signal_and_noise_are_those_of_the_closed_form(long):
     expected = flat_truth(run)
     assert ((values - expected).abs() < 4 * errors).all()
     assert (errors[-1] / expected[-1]) < 0.2
-    assert found.gradient.count.sum() == 300
+    assert found.gradient.batches.sum() == 300
 
 
 @pytest.mark.slow

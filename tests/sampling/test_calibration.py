@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.functional.calibration import initial_levels
 from flowalign.reports.calibration_chart import draw_calibration
 from flowalign.sampling.calibration import Calibration, calibrate, read_calibration
 from flowalign.training.policy_gradient.calibrate import draws
+from flowalign.types import plain_requests
 
 SIGMAS = torch.tensor([1.0, 0.9, 0.7, 0.3, 0.0])
 ROOTS = torch.tensor([1.2, 0.8, 0.05, 1.0], dtype=torch.float64)
@@ -241,11 +242,11 @@ def test_every_sample_has_its_own_prompt_and_noise():
     texts = [f"prompt {i}" for i in range(12)]
 
     def noise(seed, iteration):
-        chosen, generators = draws(Prompts(texts, seed), seed, iteration, 4)
+        chosen, generators = draws(Requests(plain_requests(texts), seed), seed, iteration, 4)
         return chosen, [float(torch.randn((), generator=g)) for g in generators]
 
     found = [noise(5, i) for i in range(3)]
-    assert sorted(p for prompts, _ in found for p in prompts) == sorted(texts)
+    assert sorted(request.prompt for asked, _ in found for request in asked) == sorted(texts)
     assert len({z for _, drawn in found for z in drawn}) == 12
     assert noise(5, 2) == found[2] != noise(6, 2)
 

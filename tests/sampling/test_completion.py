@@ -12,7 +12,7 @@ from flowalign.sampling.rollout import Sampling, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.rollouts import completion_values, finished, rollout
 from flowalign.training.reference import unguided
-from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction
+from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
@@ -32,7 +32,7 @@ def moving_policy() -> PixelPolicy:
 def trajectory_of(policy: PixelPolicy, finish=(), steps=range(T - 1), **sampling) -> Trajectory:
     seeds = [torch.Generator().manual_seed(i) for i in range(2)]
     cfg = Sampling(**({"num_steps": T, "samples_per_prompt": 3, "eta": 0.6} | sampling))
-    return sample(policy, ["a", "bbb"], cfg, steps, seeds, finish=finish)
+    return sample(policy, plain_requests(["a", "bbb"]), cfg, steps, seeds, finish=finish)
 
 
 def one_after_another(policy, trajectory: Trajectory, k: int, how: Completion) -> torch.Tensor:
@@ -184,7 +184,10 @@ def test_nothing_that_values_states_takes_more_samples_at_once_than_the_budget()
         recipe,
         learner,
         completion_values(
-            recipe, learner, rewards, rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)
+            recipe,
+            learner,
+            rewards,
+            rollout(recipe, learner, plain_requests(["a", "bb", "ccc"]), 0, 0),
         ),
     )
     assert max(sizes) == 5
@@ -199,7 +202,7 @@ def test_tails_may_follow_averaged_or_untrained_weights(weights):
     torch.nn.init.normal_(learner.policy.denoiser[-1].weight)
     how = Completion(weights=weights)
     recipe = new_recipe({"num_steps": T, "sde_window": Fixed(0, 3)}, credit=Gain(), completion=how)
-    trajectory = rollout(recipe, learner, ["a", "bb", "ccc"], 0, 0)
+    trajectory = rollout(recipe, learner, plain_requests(["a", "bb", "ccc"]), 0, 0)
     assert bool(trajectory.finished) == (weights == "policy")
     got = finished(learner, trajectory, [(1, how)], 100)[1, how]
     field = learner.policy if weights == "policy" else learner.reference
@@ -217,12 +220,14 @@ def test_tails_without_guidance_cost_half_and_are_those_of_the_unguided_policy()
         completion=how,
     )
     prompts = ["a red circle", "two blue squares"]
-    trajectory = rollout(recipe, learner, prompts, 0, 0)
+    trajectory = rollout(recipe, learner, plain_requests(prompts), 0, 0)
     costs = Costs()
     costs.count(guided.denoiser)
     got = finished(learner, trajectory, [(1, how)], 100)[1, how]
     assert costs.sampling_evaluations == 4 * 2, "two steps, one evaluation each"
-    wanted = complete(plain, replace(trajectory, cond=plain.encode(prompts)), [(1, EVERY)], 100)
+    wanted = complete(
+        plain, replace(trajectory, cond=plain.encode(plain_requests(prompts))), [(1, EVERY)], 100
+    )
     torch.testing.assert_close(got, wanted[1, EVERY], atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match="samples without classifier-free guidance"):
         unguided(plain)

@@ -17,7 +17,7 @@ from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import rollout
-from flowalign.types import ModelPlan
+from flowalign.types import ModelPlan, plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import flat, new_learner, new_recipe, train
@@ -57,7 +57,7 @@ class Frames(PixelPolicy):
 def drawn(clip, policy=None, **sampling):
     cfg = new_recipe({"num_steps": 4, "samples_per_prompt": 4, "frame_window": clip} | sampling)
     learner = new_learner(policy or Frames())
-    return cfg, learner, rollout(cfg, learner, TWO, 0, 0)
+    return cfg, learner, rollout(cfg, learner, plain_requests(TWO), 0, 0)
 
 
 def differing(trajectory, k):
@@ -91,11 +91,11 @@ def test_a_random_clip_is_drawn_for_each_prompt_and_step_and_reaches_every_place
     cfg, learner, _ = drawn(RandomFrames(2))
     seen = set()
     for step in range(12):
-        clips = differing(rollout(cfg, learner, TWO, 0, step), 4)
+        clips = differing(rollout(cfg, learner, plain_requests(TWO), 0, step), 4)
         assert all(len(clip) == 2 and clip[1] == clip[0] + 1 for clip in clips)
         seen |= {clip[0] for clip in clips}
     assert seen == {0, 1, 2, 3}
-    again = [differing(rollout(cfg, learner, TWO, 0, 3), 4) for _ in range(2)]
+    again = [differing(rollout(cfg, learner, plain_requests(TWO), 0, 3), 4) for _ in range(2)]
     assert again[0] == again[1]
 
 
@@ -163,7 +163,7 @@ def test_transitions_keep_the_log_probabilities_of_the_policy():
 def test_only_the_weights_of_the_clip_move():
     cfg, learner = _run(FixedFrames(1, 3))
     before = flat(learner.policy.denoiser)
-    batch = with_advantages(rollout(cfg, learner, TWO, 0, 0), *CENTRED)
+    batch = with_advantages(rollout(cfg, learner, plain_requests(TWO), 0, 0), *CENTRED)
     update(cfg, learner, batch, 0, 0)
     moved = (flat(learner.policy.denoiser) - before).abs()
     assert moved[[1, 2]].min() > 100 * moved[[0, 3, 4]].max()
@@ -176,7 +176,7 @@ def _run(clip):
 def test_clips_are_refused_for_pictures():
     learner = new_learner()
     with pytest.raises(ValueError, match=r"frames of a video, .*shape \(3,\).*use null"):
-        rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, TWO, 0, 0)
+        rollout(new_recipe({"frame_window": FixedFrames(0, 1)}), learner, plain_requests(TWO), 0, 0)
 
 
 @pytest.mark.parametrize(

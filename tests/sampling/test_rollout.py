@@ -23,6 +23,7 @@ from flowalign.sampling.rollout import Sampling, Storage, generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import move, new_sd3
@@ -54,7 +55,7 @@ def sd3():
 
 def draw(policy, cfg, steps=None, prompts=THREE, keep_means=False):
     steps = cfg.sde_window.steps(cfg.num_steps, 0, torch.Generator()) if steps is None else steps
-    return sample(policy, prompts, cfg, steps, seeds(len(prompts)), keep_means)
+    return sample(policy, plain_requests(prompts), cfg, steps, seeds(len(prompts)), keep_means)
 
 
 def stacked(trajectory, count=None):
@@ -108,7 +109,7 @@ def test_a_minibatch_holds_what_replays_its_transitions(kernel):
     """Through the loop's own `minibatches`, whose chunks differ from those of sampling."""
     learner = new_learner(pixel_policy())
     cfg = new_recipe({"kernel": kernel, "micro_batch": 5, "eta": 0.6}, algorithm=GRPO(PPOClip(0.2)))
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     seen = 0
     for batch in minibatches(judged, torch.arange(len(judged.mask)), 7):
@@ -211,7 +212,7 @@ def test_what_a_prompt_draws_does_not_depend_on_who_is_sampled_with_it(noise):
     cfg = Sampling(num_steps=4, samples_per_prompt=group, seeds_per_prompt=noise)
     together = draw(policy, cfg)
     for part in (slice(0, 1), slice(1, 3)):
-        alone = sample(policy, THREE[part], cfg, (0, 1, 2), seeds(3)[part])
+        alone = sample(policy, plain_requests(THREE[part]), cfg, (0, 1, 2), seeds(3)[part])
         rows = slice(part.start * group, part.stop * group)
         torch.testing.assert_close(stacked(alone), stacked(together)[rows], atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(alone.logp, together.logp[rows], atol=1e-5, rtol=1e-5)
@@ -234,10 +235,10 @@ def test_samples_are_prompt_major_and_conditioned_on_their_own_prompt():
 
 def test_another_step_of_the_loop_draws_other_noise():
     learner, cfg = new_learner(), new_recipe()
-    a, b = (stacked(rollout(cfg, learner, THREE, 0, step)) for step in (0, 1))
+    a, b = (stacked(rollout(cfg, learner, plain_requests(THREE), 0, step)) for step in (0, 1))
     assert (a[:, 0] - b[:, 0]).abs().min() > 0
-    assert torch.equal(stacked(rollout(cfg, learner, THREE, 0, 0)), a)
-    assert not torch.equal(stacked(rollout(cfg, learner, THREE, 1, 0)), a)
+    assert torch.equal(stacked(rollout(cfg, learner, plain_requests(THREE), 0, 0)), a)
+    assert not torch.equal(stacked(rollout(cfg, learner, plain_requests(THREE), 1, 0)), a)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{type(k).__name__}-{k.density}")
@@ -246,17 +247,17 @@ def test_generate_is_a_rollout_without_a_window(kernel):
     cfg = Sampling(num_steps=5, samples_per_prompt=1, kernel=kernel)
     trajectory = draw(policy, cfg, steps=())
     assert trajectory.eta.abs().max() == 0
-    latents = generate(policy, THREE, 5, seeds(3), micro_batch=2)
+    latents = generate(policy, plain_requests(THREE), 5, seeds(3), micro_batch=2)
     torch.testing.assert_close(latents, trajectory.state(5), atol=1e-5, rtol=1e-5)
 
 
 def test_generate_orders_its_prompts_as_asked_and_repeats_what_is_repeated():
     policy = pixel_policy()
     prompts = ["ccc", "a", "ccc"]
-    got = generate(policy, prompts, 3, seeds(3), micro_batch=64)
+    got = generate(policy, plain_requests(prompts), 3, seeds(3), micro_batch=64)
     alone = torch.cat(
         [
-            generate(policy, [p], 3, [s], micro_batch=1)
+            generate(policy, plain_requests([p]), 3, [s], micro_batch=1)
             for p, s in zip(prompts, seeds(3), strict=True)
         ]
     )
@@ -336,10 +337,10 @@ def test_uncounted_work_leaves_no_trace():
     policy, costs = pixel_policy(), Costs(decodes=3)
     costs.count(policy.denoiser)
     with costs.paused():
-        generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
+        generate(policy, plain_requests(list(PROMPTS)), 2, seeds(5), micro_batch=2)
         costs.decodes += 9
     assert costs == Costs(decodes=3)
-    generate(policy, list(PROMPTS), 2, seeds(5), micro_batch=2)
+    generate(policy, plain_requests(list(PROMPTS)), 2, seeds(5), micro_batch=2)
     assert costs == Costs(decodes=3, sampling_evaluations=10)
 
 
@@ -353,7 +354,7 @@ def test_siblings_share_a_part_of_their_noise_and_each_alone_is_standard_normal(
         branching=Tree(sibling_noise_scale=2.0),
     )
     policy = pixel_policy()
-    trajectory = sample(policy, ["a"] * 400, cfg, (0,), seeds(400))
+    trajectory = sample(policy, plain_requests(["a"] * 400), cfg, (0,), seeds(400))
     x = stacked(trajectory)
     v = policy.velocity(x[:, 0], trajectory.sigmas[0], {"length": torch.ones(800, 1)}).detach()
     at = transition(cfg.kernel, x[:, 0], v, trajectory.sigmas, 0, trajectory.eta[:, 0])

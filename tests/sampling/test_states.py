@@ -18,6 +18,7 @@ from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train
 
@@ -65,7 +66,7 @@ KEPT = {
 
 @pytest.mark.parametrize(("cfg", "kept"), KEPT.values(), ids=KEPT)
 def test_kept_are_states_of_the_window_the_last_and_what_credit_and_chunks_read(cfg, kept):
-    trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
+    trajectory = rollout(cfg, moving_learner(), plain_requests(THREE), 0, 0)
     assert sorted(trajectory.states) == kept
     for k, state in trajectory.states.items():
         assert len(state) == len(trajectory.rows.unique_rows(k)), (
@@ -85,7 +86,7 @@ def test_a_credit_method_is_given_every_state_that_it_reads_of_a_blank_trajector
 
 
 def test_a_state_that_was_not_kept_is_refused_by_its_number():
-    trajectory = rollout(new_recipe(SIX), moving_learner(), THREE, 0, 0)
+    trajectory = rollout(new_recipe(SIX), moving_learner(), plain_requests(THREE), 0, 0)
     for read in (trajectory.state, trajectory.unique_states):
         with pytest.raises(ValueError, match=r"state 5 .*kept states \[2, 3, 4, 6\]"):
             read(5)
@@ -109,7 +110,7 @@ def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(c
     for keep in (Settings.kept, everything):
         monkeypatch.setattr(Settings, "kept", keep)
         learner = moving_learner()
-        sizes.append(num_bytes(rollout(cfg, learner, THREE, 0, 0)))
+        sizes.append(num_bytes(rollout(cfg, learner, plain_requests(THREE), 0, 0)))
         metrics = [
             {name: value for name, value in step.items() if not name.startswith(("ti", "thr"))}
             for step in train(cfg, learner, steps=3)
@@ -122,9 +123,15 @@ def test_what_is_not_stored_changes_no_weight_and_no_metric_and_takes_no_bytes(c
 
 def test_the_bytes_of_a_rollout_by_hand():
     """12 samples of 3 values at 4 of 7 states; of a tree 3, 6, 12, 12 different states."""
-    assert num_bytes(rollout(new_recipe(SIX), moving_learner(), THREE, 0, 0)) == 12 * 3 * 4 * 4
+    assert (
+        num_bytes(rollout(new_recipe(SIX), moving_learner(), plain_requests(THREE), 0, 0))
+        == 12 * 3 * 4 * 4
+    )
     half = new_recipe(SIX | TREE | {"states": Storage(dtype="bfloat16")}, credit=Branch())
-    assert num_bytes(rollout(half, moving_learner(), THREE, 0, 0)) == (3 + 6 + 12 + 12) * 3 * 2
+    assert (
+        num_bytes(rollout(half, moving_learner(), plain_requests(THREE), 0, 0))
+        == (3 + 6 + 12 + 12) * 3 * 2
+    )
 
 
 LAYOUTS = {
@@ -145,7 +152,7 @@ def test_before_an_update_stored_transitions_have_ratio_one(layout, kernel, dtyp
     storage = Storage(dtype=dtype, device=device)
     cfg = new_recipe({"kernel": kernel, "eta": 0.6, "states": storage} | layout)
     learner = moving_learner()
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     judged, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     batches = list(minibatches(judged, torch.arange(12), 7))
     assert sum(len(batch.x) for batch in batches) == int(trajectory.trained.sum())
@@ -169,7 +176,10 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
     """Also where rewards of the parts are still being computed: these see the samples alone."""
     cfg = new_recipe(SIX, algorithm=GRPO(RatioNorm()), credit=Gain())
     learner = moving_learner()
-    parts = [rollout(cfg, learner, [prompt], 0, s) for s, prompt in enumerate(("a", "ccc"))]
+    parts = [
+        rollout(cfg, learner, plain_requests([prompt]), 0, s)
+        for s, prompt in enumerate(("a", "ccc"))
+    ]
     held = sum(map(num_bytes, parts))
     both = concat_trajectories(parts)
     assert num_bytes(both) == held > 0
@@ -183,19 +193,23 @@ def test_trajectories_that_are_joined_give_up_what_they_kept():
 
 def test_sampling_in_batches_leaves_no_state_beside_that_of_the_whole():
     cfg, learner = new_recipe(SIX, rollout_batch_prompts=1), moving_learner()
-    values = collect_rollouts(cfg, learner, new_rewards(), THREE, 0, 0)
+    values = collect_rollouts(cfg, learner, new_rewards(), plain_requests(THREE), 0, 0)
     assert len(values.parts) == 3
     assert [num_bytes(part.trajectory) for part in values.parts] == [0, 0, 0]
-    assert num_bytes(values.trajectory) == num_bytes(rollout(cfg, learner, THREE, 0, 0))
+    assert num_bytes(values.trajectory) == num_bytes(
+        rollout(cfg, learner, plain_requests(THREE), 0, 0)
+    )
 
 
 def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
     """The meta device stands in for a GPU: `placed` must send there what is kept, means too."""
     monkeypatch.setattr(Storage, "placed", lambda _, x: x.to("meta"))
     cfg = new_recipe(SIX, algorithm=GRPO(PPOClip(0.2)))
-    trajectory = rollout(cfg, moving_learner(), THREE, 0, 0)
+    trajectory = rollout(cfg, moving_learner(), plain_requests(THREE), 0, 0)
     assert {state.device.type for state in trajectory.states.values()} == {"meta"}
-    completed = rollout(replace(cfg, credit=Gain()), moving_learner(), THREE, 0, 0).finished
+    completed = rollout(
+        replace(cfg, credit=Gain()), moving_learner(), plain_requests(THREE), 0, 0
+    ).finished
     assert [x.device.type for x in completed.values()] == ["meta", "meta"]
     assert trajectory.device.type == trajectory.logp.device.type == "cpu"
 
@@ -203,7 +217,9 @@ def test_states_are_kept_apart_from_where_the_policy_computes(monkeypatch):
 def test_joined_trajectories_find_their_own_states():
     """Of trees, whose rows are fewer than their samples."""
     cfg, learner = new_recipe(SIX | TREE, credit=Branch()), moving_learner()
-    first, second = (rollout(cfg, learner, [p], 0, s) for p, s in (("a", 0), ("ccc", 1)))
+    first, second = (
+        rollout(cfg, learner, plain_requests([p]), 0, s) for p, s in (("a", 0), ("ccc", 1))
+    )
     both = concat_trajectories([replace(t, states=dict(t.states)) for t in (first, second)])
     for k in (2, 3, 4, 6):
         assert torch.equal(both.state(k), torch.cat([first.state(k), second.state(k)]))

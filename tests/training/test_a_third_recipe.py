@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from flowalign.training import Loop, MemoryPart, Recipe, RecipePlan
+from flowalign.types import Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class FitLoop(Loop):
 
     def run(self, steps):
         policy = self.learner.policy
-        cond = policy.encode(["a"] * self.cfg.batch_size)
+        cond = policy.encode([Request("a")] * self.cfg.batch_size)
         for step in steps:
             noise = policy.noise(self.cfg.batch_size, torch.Generator().manual_seed(step))
             clean = torch.tensor(self.cfg.target).expand_as(noise)

@@ -10,6 +10,7 @@ from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
 from flowalign.reports import run_report
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
+from flowalign.types import prompts_of
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
@@ -35,8 +36,8 @@ def test_the_scores_of_all_samples_are_those_of_the_means_and_of_the_pictures(cf
     scores = torch.tensor([row["scores"][0] for row in rows])
     assert found.metrics["eval/redness"] == pytest.approx(float(scores.mean()))
     assert found.metrics["eval/unseen/redness"] == pytest.approx(float(scores[4:].mean()))
-    assert [rows[i]["prompt"] for i in content["shown"]] == found.grid_prompts
-    reds = new_rewards().models[0].score(new_rewards().batch(found.grid, found.grid_prompts))
+    assert [rows[i]["prompt"] for i in content["shown"]] == prompts_of(found.grid_requests)
+    reds = new_rewards().models[0].score(new_rewards().batch(found.grid, found.grid_requests))
     assert torch.allclose(scores[content["shown"]], reds.values[:, 0], atol=1e-6)
 
 

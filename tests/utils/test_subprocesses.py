@@ -77,7 +77,6 @@ def stopped_by(number: int, folder: Path, *, group: bool) -> str:
         stdout=subprocess.PIPE,
         text=True,
         process_group=0,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not ((folder / "a.up").exists() and (folder / "b.up").exists()):
         assert process.poll() is None

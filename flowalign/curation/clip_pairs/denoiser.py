@@ -12,7 +12,8 @@ from flowalign.functional.corruption import restored
 from flowalign.functional.matching import noised
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import velocity
-from flowalign.types import Policy
+from flowalign.sampling.rollout import encode_once
+from flowalign.types import Policy, Request
 from flowalign.utils.seeds import generator
 
 
@@ -21,7 +22,7 @@ class Clips:
     """Holds real clips in the policy's latent space."""
 
     latents: Float[Tensor, "n C F H W"]
-    prompts: Sequence[str]
+    requests: Sequence[Request]
     numbers: Sequence[int]
     """Their indices in the dataset: with the seed, they alone decide what is drawn for a clip."""
 
@@ -80,9 +81,8 @@ class ClipRegenerator:
         """
         policy, clean = self.policy, clips.latents
         sigmas = policy.schedule(self.num_steps)
-        unique = sorted(set(clips.prompts))
-        cond, starts = policy.encode(unique), starts.to(clean.device)
-        row = torch.tensor([unique.index(p) for p in clips.prompts], device=clean.device)
+        cond, row = encode_once(policy, clips.requests)
+        row, starts = row.to(clean.device), starts.to(clean.device)
         x = noised(clean, noise, sigmas[starts])
         for k in range(int(starts.min()), self.num_steps):
             here = starts <= k
@@ -98,9 +98,9 @@ class ClipRegenerator:
         self.rewards.costs.decodes += len(latents)
         return torch.cat([self.policy.decode(x).cpu() for x in latents.split(self.micro_batch)])
 
-    def scores(self, media: Float[Tensor, "n T 3 h w"], prompts: Sequence[str]) -> Scores:
+    def scores(self, media: Float[Tensor, "n T 3 h w"], requests: Sequence[Request]) -> Scores:
         """Score clips of one length by the rewards and their weights."""
-        output = self.rewards.score(self.rewards.batch(media, prompts, fps=self.policy.fps))
+        output = self.rewards.score(self.rewards.batch(media, requests, fps=self.policy.fps))
         weights, unknown = self.rewards.weights, ~self.rewards.usable(output.valid)
         weighted = weights != 0
         total = (output.values[:, weighted] * weights[weighted]).sum(1)

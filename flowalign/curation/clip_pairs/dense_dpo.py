@@ -57,13 +57,13 @@ class DensePairs(Method):
         levels, starts = self._levels(regenerator, clips)
         noise = [regenerator.noise(f"noise {side}", clips) for side in "ab"]
         twice = replace(
-            clips, latents=clips.latents.repeat(2, 1, 1, 1, 1), prompts=[*clips.prompts] * 2
+            clips, latents=clips.latents.repeat(2, 1, 1, 1, 1), requests=[*clips.requests] * 2
         )
         latents = regenerator.regenerated(twice, torch.cat(noise), starts.repeat(2))
         media = regenerator.decoded(latents)
         parts = self._parts(regenerator, media.shape[1], latents.shape[2])
         scores = [
-            regenerator.scores(media[:, slice(*frames)], twice.prompts) for _, frames in parts
+            regenerator.scores(media[:, slice(*frames)], twice.requests) for _, frames in parts
         ]
         a, b = torch.stack([part.total for part in scores], 1).chunk(2)
         labels, n = preferred(a, b, self.margin), len(clips.numbers)

@@ -31,6 +31,7 @@ from flowalign.data.readers import Dataset
 from flowalign.media.decode import MediaProblem, decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
+from flowalign.types import Request
 from flowalign.utils.files import atomic_write, write_text
 
 TRAIN, HELD_OUT, SUMMARY = "train.jsonl", "held_out.jsonl", "summary.json"
@@ -46,7 +47,7 @@ class Source:
 
     number: int
     where: str
-    prompt: str
+    request: Request
     medium: Media | None
     problem: str = ""
 
@@ -144,8 +145,13 @@ def sources(dataset: Dataset, limit: int | None) -> Iterator[Source]:
     number = itertools.count()
     for where, record in itertools.islice(dataset.located(), limit):
         problem = record.problem or ("" if record.prompt else "no prompt")
+        request = Request(record.prompt)
+        try:
+            request = record.request()
+        except MediaProblem as error:
+            problem = problem or str(error)
         for medium in record.media or [None]:
-            yield Source(next(number), where, record.prompt, medium, problem)
+            yield Source(next(number), where, request, medium, problem)
 
 
 def _batches(items: Iterator[Source], size: int) -> Iterator[list[Source]]:
@@ -168,7 +174,7 @@ def _make_pairs(
     if latents:
         used = list(latents)
         clips = Clips(
-            torch.cat([*latents.values()]), [s.prompt for s in used], [s.number for s in used]
+            torch.cat([*latents.values()]), [s.request for s in used], [s.number for s in used]
         )
         results = cfg.method.make(regenerator, clips)
     for source, result in zip(latents, results, strict=True):
@@ -187,15 +193,13 @@ def _embedded(regenerator: ClipRegenerator, cfg: ClipPairs, source: Source) -> t
     """Encode one clip at the policy's frame rate.
 
     Raises:
-        ValueError, OSError: The clip cannot be read or encoded, or the policy refuses its prompt.
+        ValueError, OSError: The clip cannot be read or encoded, or the policy refuses its request.
     """
     if source.problem or source.medium is None:
         raise MediaProblem(source.problem or "no medium")
     policy = regenerator.policy
-    try:
-        policy.encode([source.prompt])  # some know only certain prompts
-    except ValueError as error:
-        raise ValueError(f"prompt that the policy does not take: {error}") from error
+    if misfit := policy.takes.misfit(source.request):
+        raise ValueError(f"request that the policy does not take: {type(policy).__name__} {misfit}")
     num_frames = cfg.num_frames or policy.num_frames
     clip = decode(source.medium, fps=policy.fps, num_frames=num_frames)
     latent = policy.embed(clip.frames[None])
@@ -210,7 +214,7 @@ def _written(
     """Write the files of a pair; returns its row."""
     fps, stem = regenerator.policy.fps, f"{source.number:06d}"
     assert fps is not None, "a policy of pictures was let in"
-    row: dict[str, Any] = {"id": stem, "prompt": source.prompt}
+    row: dict[str, Any] = {"id": stem, "prompt": source.request.prompt}
     for name, side in pair.sides.items():
         latent, seen = f"latents/{stem}-{name}.safetensors", f"clips/{stem}-{name}.mp4"
         save_latent(folder / latent, side.latent, regenerator.encoder)

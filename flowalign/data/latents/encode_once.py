@@ -1,6 +1,6 @@
 """Caches latents of media and embeddings of prompts: computed once, stored in a folder.
 
-<folder>/<encoder>/ is a `TensorCache`, keyed by the content of media or by the text of prompts.
+<folder>/<encoder>/ is a `TensorCache`, keyed by the content of media or by the content of requests.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from flowalign.data.preference.prefetch import prefetched
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.media.decode import MediaProblem, decode, digest
 from flowalign.media.media import Media
-from flowalign.types import Cond, Policy
+from flowalign.types import Cond, Policy, Request
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
@@ -217,41 +217,38 @@ class EncodeQueue:
 
 
 class PromptEmbeddingCache:
-    """Caches the conditioning that a loaded policy computes from prompts."""
+    """Caches the conditioning that a loaded policy computes from requests."""
 
     def __init__(
         self, policy: Policy, folder: Path | None, batch: int = 32, processes: Processes = ALONE
     ):
-        """Open the cache for a policy; `batch` prompts are encoded at once."""
+        """Open the cache for a policy; `batch` requests are encoded at once."""
         self.policy, self.batch = policy, batch
         self.store = TensorCache(folder / policy.encoders()[1] if folder else None, processes)
         self.num_encoded = 0
-        """Number of prompts that were encoded, not found in the cache."""
+        """Number of requests that were encoded, not found in the cache."""
 
-    def prepare(self, prompts: Sequence[str]) -> None:
-        """Encode the prompts that are missing; those of one call share files, so pass many."""
-        self.store.fill({(self._key(prompt),): prompt for prompt in prompts}, self._encode)
+    def prepare(self, requests: Sequence[Request]) -> None:
+        """Encode the requests that are missing; those of one call share files, so pass many."""
+        self.store.fill({(request.given,): request for request in requests}, self._encode)
 
-    def read(self, prompts: Sequence[str]) -> Cond:
-        """Return one row of conditioning per prepared prompt, on the CPU, in the policy's dtype.
+    def read(self, requests: Sequence[Request]) -> Cond:
+        """Return one row of conditioning per prepared request, on the CPU, in the policy's dtype.
 
         Raises:
-            ValueError: A prompt was not prepared.
+            ValueError: A request was not prepared.
         """
-        keys = [self._key(prompt) for prompt in prompts]
+        keys = [request.given for request in requests]
         for key in self.store.missing(keys):
-            raise ValueError(f"prompt {prompts[keys.index(key)]!r} was not prepared")
+            raise ValueError(f"prompt {requests[keys.index(key)].prompt!r} was not prepared")
         return self.store.read(keys)
 
-    def _key(self, prompt: str) -> Key:
-        return hashlib.sha256(prompt.encode()).digest()
-
     @torch.no_grad()
-    def _encode(self, todo: Sequence[tuple[Keys, str]]) -> dict[Key, str]:
-        """Encode prompts and store their conditioning; none fails, so the result is empty."""
+    def _encode(self, todo: Sequence[tuple[Keys, Request]]) -> dict[Key, str]:
+        """Encode requests and store their conditioning; none fails, so the result is empty."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
-                encoded = self.policy.encode([prompt for _, prompt in some])
+                encoded = self.policy.encode([request for _, request in some])
                 cond = {name: value.cpu() for name, value in encoded.items()}
                 self.num_encoded += len(some)
                 for n, ((key,), _) in enumerate(some):

@@ -1,7 +1,7 @@
 """Collates pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.pairs import Example, Pair, Sample, samples_of
+from flowalign.data.preference.pairs import Example, Pair, Sample, requests_of, samples_of
 from flowalign.types import Cond, Examples, Label
 
 
@@ -77,7 +77,10 @@ class Collator:
         sides, has = len(samples) // len(examples), self.fields
         mirrored = [*(flips or [False] * len(examples))] * sides
         drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
-        prompts = ["" if drop else s.prompt for s, drop in zip(samples, drop_prompt, strict=True)]
+        asked = [
+            replace(sample.request, prompt="") if drop else sample.request
+            for sample, drop in zip(samples, drop_prompt, strict=True)
+        ]
         latents = self.latents.read([sample.media for sample in samples], mirrored)
         labels = (
             [True] * len(pairs) + [False] * len(pairs)
@@ -86,7 +89,7 @@ class Collator:
         )
         return Examples(
             latents=latents,
-            cond=self.texts.read(prompts),
+            cond=self.texts.read(asked),
             paired=bool(pairs),
             weight=torch.tensor([p.weight for p in pairs] * 2 or [1.0] * len(samples)),
             desirable=torch.tensor(labels),
@@ -101,7 +104,7 @@ class Collator:
 
     def _expert_cond(self, pairs: Sequence[Pair]) -> Cond:
         """Read the conditioning of the winners' targets, then of the losers'."""
-        targets = [pair.targets for pair in pairs if pair.targets]
+        targets = [requests_of(pair)[1:] for pair in pairs if pair.targets]
         assert len(targets) == len(pairs), "some pairs are matched to an expert, others to data"
         return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
 

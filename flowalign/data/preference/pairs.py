@@ -1,9 +1,10 @@
 """Defines preference data as read from a dataset: pairs, samples, and labelled segments."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flowalign.media.media import Media
+from flowalign.types import Reference, Request
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,13 @@ class Sample:
     """Identifier of the person who judged it; empty: unknown."""
     weight_map: str | None = None
     """A safetensors file with the importance of every place, see `functional.matching`."""
+    references: tuple[Reference, ...] = ()
+    """Sources of an edit, or a first frame."""
+
+    @property
+    def request(self) -> Request:
+        """The request that the medium answers, without metadata."""
+        return Request(self.prompt, self.references)
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,8 @@ def media_of(example: Example) -> list[Media]:
     return [sample.media for sample in samples_of(example)]
 
 
-def texts_of(example: Example) -> list[str]:
-    """The texts of an example that have to be encoded."""
+def requests_of(example: Example) -> list[Request]:
+    """The requests of an example that have to be encoded: its own, and those of its targets."""
+    request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
-    return [example.prompt, *(targets or ())]
+    return [request, *(replace(request, prompt=text) for text in targets or ())]

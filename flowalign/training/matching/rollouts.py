@@ -10,13 +10,13 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.preference.pair_rules import BestWorst, Rule
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
 from flowalign.training.recipe import Log, RunContext
-from flowalign.types import Examples, Label, Policy
+from flowalign.types import Examples, Label, Policy, Request
 from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt
 from flowalign.utils.seeds import generator
 
@@ -26,7 +26,8 @@ class Rollouts(DataSource):
     """Samples prompts by the deterministic sampler, and pairs the samples by weighted rewards."""
 
     prompts: str
-    """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`."""
+    """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`,
+    and `image`, `images` or `mask` where the policy takes them."""
     prompts_per_step: PositiveInt = 16
     """Prompts of a step, over all processes."""
     samples_per_prompt: GroupSize = 8
@@ -82,7 +83,7 @@ class Rollouts(DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if no reward decides which sample is better."""
-        read_prompts(self.prompts)
+        read_requests(self.prompts)
         if not run.rewards.weights.any():
             raise ValueError(
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
@@ -130,7 +131,7 @@ class RolloutStream(BatchStream):
     ):
         self.cfg, self.policy, self.rewards, self.seed = cfg, policy, rewards, seed
         self.processes = processes
-        self.prompts = Prompts(read_prompts(cfg.prompts), seed)
+        self.requests = Requests(read_requests(cfg.prompts), seed)
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -144,9 +145,9 @@ class RolloutStream(BatchStream):
         return None
 
     def _batch(self, step: int) -> Batch:
-        cfg, prompts = self.cfg, self.prompts.batch(step, self.cfg.prompts_per_step)
-        local = list(self.processes.share(range(len(prompts))))
-        latents, scores = self._sampled(step, [prompts[i] for i in local], local)
+        cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
+        local = list(self.processes.share(range(len(requests))))
+        latents, scores = self._sampled(step, [requests[i] for i in local], local)
         total = (scores.nan_to_num() * self.rewards.weights).sum(1)
         total = total.where(self.rewards.usable(scores.isfinite()), torch.tensor(torch.nan))
         weighted = self.rewards.weights != 0
@@ -159,17 +160,17 @@ class RolloutStream(BatchStream):
                 strict=True,
             )
         ]
-        examples = self._paired(latents, scores, [prompts[i] for i in local], found)
+        examples = self._paired(latents, scores, [requests[i] for i in local], found)
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
         return Batch(examples, first, int(counts.sum()), self._metrics(scores, total, counts))
 
     def _sampled(
-        self, step: int, prompts: Sequence[str], places: Sequence[int]
+        self, step: int, requests: Sequence[Request], places: Sequence[int]
     ) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n R"]]:
-        """Draw K samples of each prompt, and return them with all their rewards."""
+        """Draw K samples of each request, and return them with all their rewards."""
         cfg, copies = self.cfg, range(self.cfg.samples_per_prompt)
-        repeated = [prompt for prompt in prompts for _ in copies]
+        repeated = [request for request in requests for _ in copies]
         seeds = [generator(self.seed, "rollout", step, i, k) for i in places for k in copies]
         policy = self.policy
         latents = generate(policy, repeated, cfg.num_steps, seeds, cfg.micro_batch)
@@ -182,17 +183,17 @@ class RolloutStream(BatchStream):
             scoring.add(self.rewards.batch(media, repeated[part], groups[part], policy.fps))
         output = scoring.result()
         if cfg.on_failed_reward == "raise":
-            self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i]!r}")
+            self.rewards.require(output, lambda i: f"sample {i}, prompt {repeated[i].prompt!r}")
         return latents, output.values.float()
 
     def _paired(
         self,
         latents: Float[Tensor, "n *latent"],
         scores: Float[Tensor, "n R"],
-        prompts: Sequence[str],
+        requests: Sequence[Request],
         found: Sequence[tuple[Int[Tensor, "_"], Int[Tensor, "_"]]],
     ) -> Examples:
-        """Return the winners of all prompts, then their losers."""
+        """Return the winners of all requests, then their losers."""
         starts = range(0, len(latents), self.cfg.samples_per_prompt)
         offset = zip(found, starts, strict=True)
         winners, losers = (
@@ -201,7 +202,7 @@ class RolloutStream(BatchStream):
         )
         rows = torch.cat([winners, losers])
         owner = (rows // self.cfg.samples_per_prompt).to(latents.device)
-        cond = self.policy.encode(prompts)
+        cond = self.policy.encode(requests)
         return Examples(
             latents=latents[rows.to(latents.device)],
             cond={name: value[owner] for name, value in cond.items()},

@@ -13,7 +13,7 @@ from flowalign.data.preference.attributes import read_attributes
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import Keep, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import Example, Pair, Sample, media_of, texts_of
+from flowalign.data.preference.pairs import Example, Pair, Sample, media_of, requests_of
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
@@ -23,7 +23,7 @@ from flowalign.sampling.rollout import DTYPES
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
 from flowalign.training.recipe import Log, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Label, Personal, Policy
+from flowalign.types import Examples, Label, Personal, Policy, Request
 from flowalign.utils.ranges import Decay, NonNegativeInt, PositiveInt, UnitInterval
 from flowalign.utils.seeds import generator
 
@@ -255,13 +255,20 @@ class StoredStream(BatchStream):
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
         examples, dropped = self.cfg.read(path, kind, requires, queue.take)
         queue.finish()
-        self.texts.prepare(["", *sorted({text for e in examples for text in texts_of(e)})])
+        self.texts.prepare(self._asked(examples))
         kept = []
         for example in examples:
             why = [queue.failed[m] for m in media_of(example) if m in queue.failed]
             dropped.add(why[0]) if why else kept.append(example)
         self._report_dropped(f"{kind} of {path}", len(kept), dropped)
         return kept
+
+    def _asked(self, examples: Sequence[Example]) -> list[Request]:
+        """Return the requests to encode: of the examples, and with the prompt dropped."""
+        asked = {request for example in examples for request in requests_of(example)}
+        drops = self.cfg.prompt_dropout > 0
+        asked |= {replace(r, prompt="") for r in asked if drops or not r.references}
+        return sorted(asked, key=lambda request: (request.prompt, request.given))
 
     def _cache_report(self) -> str:
         """Return a sentence about how much the cache has saved."""

@@ -113,7 +113,7 @@ def build_batch(
 ) -> TrainBatch:
     """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them."""
     trajectory, start = values.trajectory, gathered.rank_offset
-    local, eta = slice(start, start + len(trajectory.prompts)), trajectory.eta.amax(0)
+    local, eta = slice(start, start + len(trajectory.requests)), trajectory.eta.amax(0)
     batch = TrainBatch(
         trajectory=trajectory,
         advantage=advantage[local],

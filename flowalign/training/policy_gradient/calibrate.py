@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import DanceSDE
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.branching import Chain
@@ -19,6 +19,7 @@ from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.rollouts import completion_values
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.recipe import Log, RunContext
+from flowalign.types import Request
 from flowalign.utils.seeds import generator
 
 FILE = "calibration.json"
@@ -46,7 +47,7 @@ def calibrated(
         "trajectories"
     )
     rewards = replace(run.rewards, on_failure="drop_sample")
-    order = Prompts(read_prompts(prompts), run.seed)
+    order = Requests(read_requests(prompts), run.seed)
     history = calibrate(
         calibration,
         _gains(cfg, calibration.num_samples, order, learner, rewards),
@@ -61,21 +62,21 @@ def calibrated(
 
 
 def _gains(
-    cfg: Settings, num_samples: int, prompts: Prompts, learner: Learner, rewards: Rewards
+    cfg: Settings, num_samples: int, order: Requests, learner: Learner, rewards: Rewards
 ) -> Gains:
-    """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another prompt."""
+    """Return V_{k+1} - V_k of the stochastic steps of new trajectories, each of another request."""
     local = learner.processes.share(range(num_samples))
     plain = replace(cfg.sampling, samples_per_prompt=1, seeds_per_prompt=None, branching=Chain())
 
     def gains(psi: Tensor, iteration: int) -> Float[Tensor, "N T"]:
-        texts, generators = draws(prompts, prompts.seed, iteration, num_samples)
+        drawn, generators = draws(order, order.seed, iteration, num_samples)
         levels = [float(level) for level in psi]
         found = _local_gains(
             cfg,
             replace(plain, kernel=DanceSDE(), eta=levels),
             learner,
             rewards,
-            [texts[i] for i in local],
+            [drawn[i] for i in local],
             [generators[i] for i in local],
         )
         return learner.processes.gather(found)
@@ -88,7 +89,7 @@ def _local_gains(
     sampling: Sampling,
     learner: Learner,
     rewards: Rewards,
-    prompts: list[str],
+    asked: list[Request],
     generators: list[torch.Generator],
 ) -> Float[Tensor, "n T"]:
     how = cfg.completion
@@ -96,11 +97,11 @@ def _local_gains(
     ks = sorted({*window, *(k + 1 for k in window)})
     requests: list[CompletionRequest] = [(k, how) for k in ks if k < sampling.num_steps]
     finish = requests if how.follows_rollout else []
-    trajectory = sample(learner.policy, prompts, sampling, window, generators, finish=finish)
+    trajectory = sample(learner.policy, asked, sampling, window, generators, finish=finish)
     values = completion_values(cfg, learner, rewards, trajectory)(ks)
     usable = rewards.usable(values.isfinite().flatten(0, 1)).view(values.shape[:2])
     total = (values.nan_to_num() @ rewards.weights).masked_fill(~usable, torch.nan)
-    gains = total.new_full((len(prompts), sampling.num_steps), torch.nan)
+    gains = total.new_full((len(asked), sampling.num_steps), torch.nan)
     for k in window:
         gains[:, k] = total[:, ks.index(k + 1)] - total[:, ks.index(k)]
     return gains
@@ -122,8 +123,8 @@ def _identity(cfg: Settings, prompts: str, run: RunContext) -> dict[str, Any]:
 
 
 def draws(
-    prompts: Prompts, seed: int, iteration: int, num_samples: int
-) -> tuple[list[str], list[torch.Generator]]:
-    """Return a new prompt and a new generator for each trajectory of an iteration."""
+    order: Requests, seed: int, iteration: int, num_samples: int
+) -> tuple[list[Request], list[torch.Generator]]:
+    """Return a new request and a new generator for each trajectory of an iteration."""
     generators = [generator(seed, "calibration", iteration, j) for j in range(num_samples)]
-    return prompts.batch(iteration, num_samples), generators
+    return order.batch(iteration, num_samples), generators

@@ -85,7 +85,7 @@ def record(step: int, method: CreditEstimator, result: StepResult) -> CreditReco
     advantage = torch.where(result.batch.mask[:size], result.batch.advantage[:size], torch.nan)
     return CreditRecord(
         step=step,
-        prompt=trajectory.prompts[0],
+        prompt=trajectory.requests[0].prompt,
         method=type(method).__name__,
         rule=(type(method).__doc__ or "").partition("\n")[0],
         weights={

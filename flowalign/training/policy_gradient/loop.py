@@ -1,6 +1,6 @@
 """Run the policy-gradient loop.
 
-    prompts -> trajectory -> values -> credit -> advantages -> loss -> update
+    requests -> trajectory -> values -> credit -> advantages -> loss -> update
 
 Glossary. A *step* of the loop samples `prompts_per_step` x `samples_per_prompt` trajectories and
 makes `epochs_per_step` x `updates_per_step` *updates* (optimizer steps) from them; an update
@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.data.prompts import Prompts
+from flowalign.data.requests import Requests
 from flowalign.functional.combine import Multipliers
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
@@ -50,13 +50,13 @@ class PolicyGradientLoop(Loop):
         cfg: Settings,
         learner: Learner,
         rewards: Rewards,
-        prompts: Prompts,
+        requests: Requests,
         seed: int,
         observer: StepObserver | None = None,
         log: Log = lambda _: None,
     ):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
-        self.prompts, self.observer, self.log = prompts, observer, log
+        self.requests, self.observer, self.log = requests, observer, log
         self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
         """Lagrange multipliers of reward dimensions that are held near thresholds."""
 
@@ -66,8 +66,8 @@ class PolicyGradientLoop(Loop):
         checks = PolicyGradientChecks(cfg.algorithm, learner, cfg.on_failed_check, self.log)
         for step in steps:
             start = time.perf_counter()
-            prompts = self.prompts.batch(step, cfg.prompts_per_step)
-            values = collect_rollouts(cfg, learner, rewards, prompts, seed, step)
+            requests = self.requests.batch(step, cfg.prompts_per_step)
+            values = collect_rollouts(cfg, learner, rewards, requests, seed, step)
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
             gathered = gather_credit(cfg, learner.processes, values, credit)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from typing_extensions import override
 
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.sde_windows import AllButLast, Fixed
@@ -25,7 +25,8 @@ class PolicyGradient(Settings, Recipe):
     """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
 
     prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`."""
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
+    `image`, `images` or `mask` where the policy takes them."""
     calibration: Calibration | None = None
     """Search for the noise level of each step before the first one (DenseGRPO), starting at
     `sampling.eta` of the kernel FlowSDE. Null: none."""
@@ -47,7 +48,7 @@ class PolicyGradient(Settings, Recipe):
         if self.calibration:
             self._check_calibration()
         self.check_rewards(run.rewards)
-        read_prompts(self.prompts)
+        read_requests(self.prompts)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -55,10 +56,10 @@ class PolicyGradient(Settings, Recipe):
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        prompts = Prompts(read_prompts(self.prompts), run.seed)
+        requests = Requests(read_requests(self.prompts), run.seed)
         settings = calibrated(self, self.calibration, self.prompts, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
-        return PolicyGradientLoop(settings, learner, run.rewards, prompts, run.seed, recorder, log)
+        return PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)
 
     def _recorder(self, run: RunContext, folder: Path) -> CreditRecorder | None:
         """Return a recorder, if the credit of steps differs from the outcome."""

@@ -1,4 +1,4 @@
-"""Sample the prompts of a step, and value the states of their trajectories."""
+"""Sample the requests of a step, and value the states of their trajectories."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -13,27 +13,32 @@ from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.reference import unguided
-from flowalign.types import Trajectory
+from flowalign.types import Request, Trajectory
 from flowalign.utils.seeds import generator
 
 
 def collect_rollouts(
-    cfg: Settings, learner: Learner, rewards: Rewards, prompts: Sequence[str], seed: int, step: int
+    cfg: Settings,
+    learner: Learner,
+    rewards: Rewards,
+    requests: Sequence[Request],
+    seed: int,
+    step: int,
 ) -> CompletionValues:
-    """Sample this rank's share of the prompts, and return the values of their trajectories.
+    """Sample this rank's share of the requests, and return the values of their trajectories.
 
     If `rollout_batch_prompts` is smaller than the share, the rewards of one batch of prompts are
     computed while the next is sampled.
     """
-    local = learner.processes.share(range(len(prompts)))
+    local = learner.processes.share(range(len(requests)))
     size = cfg.rollout_batch_prompts or max(len(local), 1)
     if len(local) <= size:
-        trajectory = sample_prompts(cfg, learner, prompts, seed, step, local)
+        trajectory = sample_prompts(cfg, learner, requests, seed, step, local)
         return completion_values(cfg, learner, rewards, trajectory)
     trajectories, parts = [], []
     for start in range(0, len(local), size):
         some = local[start : start + size]
-        trajectory = sample_prompts(cfg, learner, prompts, seed, step, some)
+        trajectory = sample_prompts(cfg, learner, requests, seed, step, some)
         values = completion_values(cfg, learner, rewards, trajectory)
         values.request([(trajectory.num_steps, cfg.completion), *trajectory.finished])
         trajectories.append(trajectory)
@@ -44,31 +49,31 @@ def collect_rollouts(
 
 
 def rollout(
-    cfg: Settings, learner: Learner, prompts: Sequence[str], seed: int, step: int
+    cfg: Settings, learner: Learner, requests: Sequence[Request], seed: int, step: int
 ) -> Trajectory:
-    """Return the trajectories of this rank's share of the prompts, all sampled together."""
-    local = learner.processes.share(range(len(prompts)))
-    return sample_prompts(cfg, learner, prompts, seed, step, local)
+    """Return the trajectories of this rank's share of the requests, all sampled together."""
+    local = learner.processes.share(range(len(requests)))
+    return sample_prompts(cfg, learner, requests, seed, step, local)
 
 
 def sample_prompts(
     cfg: Settings,
     learner: Learner,
-    prompts: Sequence[str],
+    requests: Sequence[Request],
     seed: int,
     step: int,
     indices: Sequence[int],
 ) -> Trajectory:
-    """Sample some prompts of a step.
+    """Sample some requests of a step.
 
-    All ranks share the window; noise belongs to the prompt.
+    All ranks share the window; noise belongs to the request.
     """
     window = cfg.sampling.sde_window.steps(
         cfg.sampling.num_steps, step, generator(seed, "window", step)
     )
     return sample(
         learner.policy,
-        [prompts[i] for i in indices],
+        [requests[i] for i in indices],
         cfg.sampling,
         window,
         [generator(seed, "noise", step, i) for i in indices],

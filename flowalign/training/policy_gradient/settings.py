@@ -17,7 +17,7 @@ from flowalign.sampling.completion import CompletionRequest, CreditRequirements,
 from flowalign.sampling.rollout import Sampling, empty_trajectory
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
-from flowalign.types import CreditEstimator, PolicyLoss, Trajectory
+from flowalign.types import CreditEstimator, PolicyLoss, Trajectory, plain_requests
 from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
 
 
@@ -131,7 +131,7 @@ class Settings:
             ValueError: The samples cannot be arranged in this way.
         """
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return empty_trajectory(self.sampling, steps, [""], sigmas)
+        return empty_trajectory(self.sampling, steps, plain_requests([""]), sigmas)
 
     def requested(self, steps: Sequence[int]) -> tuple[CompletionRequest, ...]:
         """Return the states that the credit method values.

@@ -73,7 +73,7 @@ class CompletionValues(ValueFunction):
         )
         groups = torch.cat(
             [
-                n * len(trajectory.prompts) + row // trajectory.group_size
+                n * len(trajectory.requests) + row // trajectory.group_size
                 for n, row in enumerate(rows)
             ]
         )
@@ -83,8 +83,8 @@ class CompletionValues(ValueFunction):
         for x, row, keep, group in zip(everything, *chunks, strict=True):
             media = self.policy.decode(x).cpu()
             self.rewards.costs.decodes += len(x)
-            prompts = [trajectory.prompts[int(i)] for i in row]
-            scoring.add(self.rewards.batch(media, prompts, group.tolist(), self.policy.fps))
+            asked = [trajectory.requests[int(i)] for i in row]
+            scoring.add(self.rewards.batch(media, asked, group.tolist(), self.policy.fps))
             kept.append(media[keep])
         self.pending.append(_Pending(missing, rows, scoring))
         self._keep(missing, torch.cat(kept))

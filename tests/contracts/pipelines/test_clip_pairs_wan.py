@@ -9,6 +9,7 @@ from flowalign.curation.clip_pairs.local_dpo import LocalPairs
 from flowalign.curation.clip_pairs.method import ClipPair
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
+from flowalign.types import plain_requests
 from pipelines.video import Video
 from pipelines.wan import Wan
 from tests.fixtures.tiny_video import build_wan
@@ -34,7 +35,9 @@ def regenerator(tmp_path_factory) -> ClipRegenerator:
 def clips(regenerator) -> Clips:
     draw = torch.Generator().manual_seed(4)
     media = torch.rand(2, 9, 3, 32, 32, generator=draw)
-    return Clips(regenerator.policy.embed(media), ["a red ball", "a white circle"], [0, 1])
+    return Clips(
+        regenerator.policy.embed(media), plain_requests(["a red ball", "a white circle"]), [0, 1]
+    )
 
 
 def test_segments_are_of_the_frames_that_a_causal_vae_makes_of_latent_ones(regenerator, clips):
@@ -67,6 +70,6 @@ def test_from_pure_noise_a_clip_is_what_the_sampler_makes_of_that_noise(regenera
     drawn = iter(((1 - sigma) * clips.latents + sigma * noise).split(1))
     policy = object.__new__(Given)
     policy.__dict__ = regenerator.policy.__dict__
-    expected = generate(policy, clips.prompts, 10, [torch.Generator()] * 2, 2)
+    expected = generate(policy, clips.requests, 10, [torch.Generator()] * 2, 2)
     got = regenerator.regenerated(clips, noise, torch.tensor([0, 0]))
     torch.testing.assert_close(got, expected)

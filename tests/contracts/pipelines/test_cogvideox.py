@@ -17,7 +17,7 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_one_time_per_row, noise
+from tests.fixtures.families import Family, assert_one_time_per_row, noise, requests_for
 from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_cogvideox, of_clips
 
@@ -89,7 +89,7 @@ def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(folders, 
     policy, times = family.new(guidance=guidance), []
     move(policy)
     steps = official_steps(family, policy, noise(policy), 5)
-    sigmas, cond = policy.schedule(5), policy.encode(PROMPTS)
+    sigmas, cond = policy.schedule(5), policy.encode(requests_for(policy, PROMPTS))
     policy.denoiser.register_forward_pre_hook(
         lambda module, args, inputs: times.append(inputs["timestep"][0]), with_kwargs=True
     )

@@ -10,7 +10,15 @@ from torch import nn
 
 from flowalign.training.reference import unguided
 from pipelines.flux1 import LORA, Flux1
-from tests.fixtures.families import GOLDEN, assert_official, noise, official_flux1, ours, pack
+from tests.fixtures.families import (
+    GOLDEN,
+    assert_official,
+    noise,
+    official_flux1,
+    ours,
+    pack,
+    requests_for,
+)
 from tests.fixtures.tiny_flux import build_flux
 
 pytestmark = pytest.mark.slow
@@ -46,7 +54,10 @@ def test_the_network_is_asked_and_obeyed_as_in_the_reference_pipeline(flux1, run
     guidance = about["runs"][run]["guidance_tensor"]
     policy = flux1.new(**about["call_arguments"], embedded_guidance=guidance)
     x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
-    cond, sigmas = policy.encode(about["prompts"]), policy.schedule(about["steps"])
+    cond, sigmas = (
+        policy.encode(requests_for(policy, about["prompts"])),
+        policy.schedule(about["steps"]),
+    )
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
     network = policy.denoiser = Recorded(recorded, run)
     for k in range(about["steps"]):

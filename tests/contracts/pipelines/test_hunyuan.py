@@ -7,6 +7,7 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from safetensors.torch import load_file
 
+from flowalign.types import plain_requests
 from pipelines.hunyuan import HunyuanVideo
 from pipelines.weights import Lora
 from tests.fixtures.clips import (
@@ -19,7 +20,14 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
+from tests.fixtures.families import (
+    GOLDEN,
+    Family,
+    assert_one_time_per_row,
+    noise,
+    ours,
+    requests_for,
+)
 from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_hunyuan, of_clips
 
@@ -86,7 +94,7 @@ def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(hunyuan, 
     policy = hunyuan.new(guidance=guidance, embedded_guidance=5.5)
     move(policy)
     steps = official_steps(hunyuan, policy, noise(policy), 5)
-    sigmas, cond = policy.schedule(5), policy.encode(PROMPTS)
+    sigmas, cond = policy.schedule(5), policy.encode(requests_for(policy, PROMPTS))
     assert torch.equal(sigmas, policy.pipe.scheduler.sigmas)
     pairs = zip(sigmas, steps, strict=False)
     velocities = [policy.velocity(step["sample"], s, cond).detach() for s, step in pairs]
@@ -173,7 +181,7 @@ def test_a_seed_draws_the_noise_that_it_draws_in_the_official_pipeline(hunyuan):
 
 def test_conditions_are_of_the_prompt_alone_and_not_of_the_words_around_it(hunyuan):
     """24 tokens of each prompt; the longer one fills 17 of them, and two end the template."""
-    cond = hunyuan.new().encode(PROMPTS)
+    cond = hunyuan.new().encode(plain_requests(PROMPTS))
     assert cond["text"].shape == (2, 24, 16)
     after = len("<|eot_id|>")
     assert cond["mask"].sum(1).tolist() == [min(24, len(p) + after) for p in PROMPTS]
@@ -182,7 +190,7 @@ def test_conditions_are_of_the_prompt_alone_and_not_of_the_words_around_it(hunyu
 
 def test_what_follows_the_end_of_a_prompt_is_not_seen(hunyuan):
     policy = hunyuan.new(max_sequence_length=40)
-    x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(PROMPTS)
+    x, sigma, cond = noise(policy), torch.tensor(0.6), policy.encode(requests_for(policy, PROMPTS))
     unseen = cond["mask"][..., None] == 0
     assert unseen.any(1).all()
     with torch.no_grad():
@@ -192,7 +200,7 @@ def test_what_follows_the_end_of_a_prompt_is_not_seen(hunyuan):
 
 def test_embedded_guidance_changes_the_velocity_at_one_evaluation(hunyuan):
     weak, strong = hunyuan.new(embedded_guidance=1.0), hunyuan.new(embedded_guidance=6.0)
-    x, sigma, cond = noise(weak), torch.tensor(0.6), weak.encode(PROMPTS)
+    x, sigma, cond = noise(weak), torch.tensor(0.6), weak.encode(requests_for(weak, PROMPTS))
     with torch.no_grad():
         difference = weak.velocity(x, sigma, cond) - strong.velocity(x, sigma, cond)
     assert difference.abs().max() > 1e-4
@@ -228,7 +236,9 @@ def test_guidance_that_the_network_cannot_take_is_refused(hunyuan, tmp_path):
             with pytest.raises(ValueError, match=f"embedded_guidance is {guidance}; .*{wanted}"):
                 work()
     policy = hunyuan.new(path=without, embedded_guidance=None)
-    velocity = policy.velocity(noise(policy), torch.tensor(0.5), policy.encode(PROMPTS))
+    velocity = policy.velocity(
+        noise(policy), torch.tensor(0.5), policy.encode(requests_for(policy, PROMPTS))
+    )
     assert velocity.isfinite().all()
 
 

@@ -18,7 +18,14 @@ from tests.fixtures.clips import (
     official_steps,
 )
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, ours
+from tests.fixtures.families import (
+    GOLDEN,
+    Family,
+    assert_one_time_per_row,
+    noise,
+    ours,
+    requests_for,
+)
 from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_video_others import build_ltx, of_clips
 
@@ -82,7 +89,7 @@ def test_each_step_is_taken_with_the_velocity_of_the_official_pipeline(ltx, guid
     policy = ltx.new(guidance=guidance, fps=11.0)
     move(policy)
     steps = official_steps(ltx, policy, noise(policy), 5)
-    sigmas, cond = policy.schedule(5), policy.encode(PROMPTS)
+    sigmas, cond = policy.schedule(5), policy.encode(requests_for(policy, PROMPTS))
     assert torch.equal(sigmas, policy.pipe.scheduler.sigmas)
     velocities = []
     for sigma, step in zip(sigmas, steps, strict=False):
@@ -112,10 +119,13 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
     policy.load(torch.device("cpu"))
     x = policy.noise(2, torch.Generator().manual_seed(about["generator_seed"]))
     assert torch.equal(x.flatten(2).mT, recorded[f"{run}.net_in0"][:2])
-    sigmas, cond = policy.schedule(about["steps"]), dict(policy.encode(about["prompts"]))
+    sigmas, cond = (
+        policy.schedule(about["steps"]),
+        dict(policy.encode(requests_for(policy, about["prompts"]))),
+    )
     torch.testing.assert_close(sigmas, recorded[f"{run}.sigmas"], atol=1e-6, rtol=0)
     if run == "cfg":
-        other = policy.encode([arguments["negative_prompt"]] * 2)
+        other = policy.encode(requests_for(policy, [arguments["negative_prompt"]] * 2))
         cond |= {"text_neg": other["text"], "mask_neg": other["mask"]}
     for k in range(about["steps"]):
         with torch.no_grad():
@@ -128,7 +138,7 @@ def test_recorded_runs_of_the_reference_pipeline_are_reproduced(run):
 def test_how_fast_frames_follow_changes_the_velocity(ltx):
     """The network sees seconds: 8 frames at 24 a second are not 8 at 12."""
     fast, slow = ltx.new(fps=24.0), ltx.new(fps=12.0)
-    x, sigma, cond = noise(fast), torch.tensor(0.6), fast.encode(PROMPTS)
+    x, sigma, cond = noise(fast), torch.tensor(0.6), fast.encode(requests_for(fast, PROMPTS))
     with torch.no_grad():
         difference = fast.velocity(x, sigma, cond) - slow.velocity(x, sigma, cond)
     assert difference[:, :, 1:].abs().max() > 1e-4

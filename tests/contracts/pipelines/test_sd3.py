@@ -18,6 +18,7 @@ from tests.fixtures.families import (
     assert_official,
     noise,
     ours,
+    requests_for,
 )
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def test_latents_are_those_recorded_from_the_reference_pipeline():
     torch.testing.assert_close(x, recorded["nocfg.net_in0"])
     sigmas = policy.schedule(about["steps"])
     torch.testing.assert_close(sigmas, recorded["nocfg.sigmas"], atol=1e-6, rtol=0)
-    cond = policy.encode(about["prompts"])
+    cond = policy.encode(requests_for(policy, about["prompts"]))
     with torch.no_grad():
         first = policy.velocity(x, sigmas[0], cond)
     torch.testing.assert_close(first, recorded["nocfg.net_out0"], atol=2e-4, rtol=2e-4)
@@ -69,7 +70,11 @@ def test_a_guided_sample_does_not_see_the_batch_it_is_in():
 
 def test_a_transition_replayed_from_a_minibatch_uses_the_guided_velocity():
     policy = new_sd3(guidance=2.5)
-    cond, x, sigmas = policy.encode(PROMPTS), noise(policy), policy.schedule(4)
+    cond, x, sigmas = (
+        policy.encode(requests_for(policy, PROMPTS)),
+        noise(policy),
+        policy.schedule(4),
+    )
     eta = torch.tensor([0.5, 0.5])
     batch = Minibatch(
         k=2,

@@ -6,14 +6,15 @@ import pytest
 import torch
 from diffusers import WanPipeline
 
-from flowalign.data.prompts import read_prompts
-from flowalign.types import MediaBatch
+from flowalign.data.requests import read_requests
+from flowalign.types import MediaBatch, prompts_of
 from pipelines.video import Video
 from pipelines.wan import Wan
 from reward_models.moving_shapes import MovingShapesVerifier
+from tests.fixtures.families import requests_for
 
 FOLDER = "assets/shapes_video/wan"
-PROMPTS = read_prompts("assets/shapes_video/prompts/seen.txt")
+PROMPTS = prompts_of(read_requests("assets/shapes_video/prompts/seen.txt"))
 
 
 def policy(**changes):
@@ -36,7 +37,7 @@ def test_sampling_by_euler_steps_gives_the_clips_of_the_plain_pipeline():
     pipe.set_progress_bar_config(disable=True)
     sigmas, prompts = mine.schedule(4), PROMPTS[::32]
     x = mine.noise(len(prompts), torch.Generator().manual_seed(5))
-    cond, state = mine.encode(prompts), x
+    cond, state = mine.encode(requests_for(mine, prompts)), x
     with torch.no_grad():
         for k in range(4):
             change = mine.velocity(state, sigmas[k], cond) * (sigmas[k + 1] - sigmas[k])

@@ -7,6 +7,7 @@ from diffusers import DDIMScheduler, PNDMScheduler
 from flowalign.functional.diffusion import flow_sigmas, norm
 from flowalign.functional.matching import space_factor
 from flowalign.functional.transition import FlowSDE, transition
+from flowalign.types import plain_requests
 from pipelines.sd15 import SD15
 from pipelines.sdxl import SDXL
 from pipelines.unet import LORA
@@ -16,6 +17,7 @@ from tests.fixtures.families import (
     assert_official,
     assert_one_time_per_row,
     noise,
+    requests_for,
     unet_family,
 )
 from tests.fixtures.policy_contract import PictureContract
@@ -78,7 +80,7 @@ def test_errors_of_the_network_are_those_of_the_flow_in_its_own_space(folders, m
     data, eps = torch.randn(2, 3, *policy.latent_shape, generator=generator)
     times = torch.tensor([40, 500, 961])
     sigma = flow_sigmas(policy.pipe.scheduler.alphas_cumprod)[times]
-    cond = policy.encode([*PROMPTS, "a cup"])
+    cond = policy.encode(requests_for(policy, [*PROMPTS, "a cup"]))
     scheduler = policy.pipe.scheduler
     with torch.no_grad():
         state = scheduler.add_noise(data, eps, times)
@@ -128,16 +130,16 @@ def test_the_schedule_ignores_spacings_that_start_elsewhere_and_solvers(folders)
 
 
 def test_the_size_that_sdxl_is_told_is_the_policy_s_own(folders):
-    cond = new_sdxl(folders["sdxl"], guidance=3.0).encode(PROMPTS)
+    cond = new_sdxl(folders["sdxl"], guidance=3.0).encode(plain_requests(PROMPTS))
     assert cond["time_ids"].tolist() == [[48, 64, 0, 0, 48, 64]] * 2
     assert cond.keys() == {"text", "text_neg", "text_embeds", "text_embeds_neg", "time_ids"}
     told = {"text", "text_embeds", "time_ids"}
-    assert new_sdxl(folders["sdxl"]).encode(PROMPTS).keys() == told
+    assert new_sdxl(folders["sdxl"]).encode(plain_requests(PROMPTS)).keys() == told
 
 
 def test_sizes_that_sdxl_is_told_change_its_answer(folders):
     policy = new_sdxl(folders["sdxl"])
-    cond, x, sigma = policy.encode(PROMPTS), noise(policy), torch.tensor(0.5)
+    cond, x, sigma = policy.encode(requests_for(policy, PROMPTS)), noise(policy), torch.tensor(0.5)
     with torch.no_grad():
         other = policy.velocity(x, sigma, {**cond, "time_ids": cond["time_ids"] + 40})
         assert (other - policy.velocity(x, sigma, cond)).abs().max() > 1e-3

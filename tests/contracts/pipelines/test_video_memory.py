@@ -14,9 +14,9 @@ from pipelines.encoding import covering
 from pipelines.wan import Wan
 from pipelines.wan_i2v import WanI2V
 from tests.fixtures.embedded import move
-from tests.fixtures.families import noise
+from tests.fixtures.families import noise, requests_for
 from tests.fixtures.tiny_video import (
-    PICTURES,
+    PROMPTS,
     build_wan,
     build_wan22_5b,
     build_wan_i2v,
@@ -27,8 +27,6 @@ from tests.fixtures.tiny_video import (
 )
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = tuple(PICTURES)[:2]
 
 
 class Alive(TorchDispatchMode):
@@ -203,14 +201,17 @@ def test_offloaded_encoders_are_brought_to_encode_and_taken_back_even_after_an_e
         part = policy.pipe.components[name]
         to = part.to
         part.to = lambda d, name=name, to=to: moves.append((name, str(d))) or to(d)
-    cond, expected = policy.encode(PROMPTS), plain.encode(PROMPTS)
+    cond, expected = (
+        policy.encode(requests_for(policy, PROMPTS)),
+        plain.encode(requests_for(plain, PROMPTS)),
+    )
     assert all(torch.equal(cond[name], expected[name]) for name in expected)
     there, back = moves[:2], moves[2:4]
     assert {name for name, _ in there} == {name for name, _ in back} != set()
     moves.clear()
     policy.pipe.encode_prompt = None
     with pytest.raises(TypeError):
-        policy.encode(PROMPTS)
+        policy.encode(requests_for(policy, PROMPTS))
     assert len(moves) == 4
 
 
@@ -221,7 +222,7 @@ def test_recomputed_activations_are_not_held(tmp_path):
         policy = new_video(Wan, path, gradient_checkpointing=flag)
         move(policy)
         policy.denoiser.train()
-        x, cond = noise(policy, 4), policy.encode([*PROMPTS, *PROMPTS])
+        x, cond = noise(policy, 4), policy.encode(requests_for(policy, [*PROMPTS, *PROMPTS]))
         peaks.append(peak(lambda p=policy, x=x, c=cond: p.velocity(x, torch.tensor(0.5), c).sum()))
     assert peaks[1] < 0.5 * peaks[0]
 

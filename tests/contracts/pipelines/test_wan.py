@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from pipelines.wan import Wan
 from tests.fixtures.embedded import move
-from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise
+from tests.fixtures.families import GOLDEN, Family, assert_one_time_per_row, noise, requests_for
 from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_video import (
-    PICTURES,
+    PROMPTS,
     RECORDED,
     assert_official_film,
     assert_official_velocities,
@@ -28,8 +28,6 @@ from tests.fixtures.tiny_video import (
 )
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = tuple(PICTURES)[:2]
 
 
 class TestWan(WanContract):
@@ -155,9 +153,11 @@ def test_what_was_recorded_from_the_reference_pipeline_comes_out_again(run):
     times = [policy.times(x, sigma)[0] for sigma in sigmas[:-1]]
     told = torch.stack(times).float().repeat_interleave(len(recorded[f"{run}.net_t"]) // steps)
     torch.testing.assert_close(told, recorded[f"{run}.net_t"], atol=1e-3, rtol=0)
-    cond = dict(policy.encode(about["prompts"]))
+    cond = dict(policy.encode(requests_for(policy, about["prompts"])))
     if run != "nocfg":
-        cond["text_neg"] = policy.encode([arguments["negative_prompt"]] * 2)["text"]
+        cond["text_neg"] = policy.encode(requests_for(policy, [arguments["negative_prompt"]] * 2))[
+            "text"
+        ]
     states = [x, *recorded[f"{run}.step_latents"]]
     with torch.no_grad():
         first = policy.answer(x, policy.times(x, sigmas[0]), cond, "text")
@@ -222,7 +222,7 @@ def test_in_bf16_the_layers_that_wan_wants_in_float32_are_as_in_the_official_pip
     mine = {n.replace(".base_layer", ""): p for n, p in policy.denoiser.named_parameters()}
     assert {n: p.dtype for n, p in mine.items() if "lora_" not in n} == theirs
     assert set(theirs.values()) == {torch.float32, torch.bfloat16}
-    x, cond = noise(policy), policy.encode(PROMPTS)
+    x, cond = noise(policy), policy.encode(requests_for(policy, PROMPTS))
     velocity = policy.velocity(x, torch.tensor(0.3), cond)
     assert velocity.dtype == torch.float32
     velocity.square().mean().backward()
@@ -253,7 +253,7 @@ def test_in_fp16_encoders_keep_in_float32_what_they_do_in_the_official_pipeline(
     assert kept == {name for name in dtypes if name.endswith(".wo.weight")} != set()
     with torch.no_grad():
         text, _ = official.encode_prompt(list(PROMPTS), False, max_sequence_length=24)
-    assert torch.equal(policy.encode(PROMPTS)["text"], text)
+    assert torch.equal(policy.encode(requests_for(policy, PROMPTS))["text"], text)
     half = new(folders, "2.1", precision="bf16").pipe.text_encoder
     assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
 

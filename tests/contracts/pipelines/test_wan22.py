@@ -17,10 +17,10 @@ from pipelines.wan22 import Experts, Wan22
 from pipelines.weights import Lora
 from tests.fixtures.comfyui import merge
 from tests.fixtures.embedded import move
-from tests.fixtures.families import Family, assert_one_time_per_row, noise, rows
+from tests.fixtures.families import Family, assert_one_time_per_row, noise, requests_for, rows
 from tests.fixtures.policy_contract import WanContract
 from tests.fixtures.tiny_video import (
-    PICTURES,
+    PROMPTS,
     assert_official_film,
     assert_official_velocities,
     build_wan,
@@ -31,8 +31,6 @@ from tests.fixtures.tiny_video import (
 )
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = tuple(PICTURES)[:2]
 
 
 class TestWan22(WanContract):
@@ -93,7 +91,7 @@ def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(folders):
     policy = new(folders, experts=Experts(guidance_2=1.7))
     assert_one_time_per_row(policy, PROMPTS)
     prompts = [*PROMPTS, "a white circle", "a blue dog"]
-    cond, x = policy.encode(prompts), noise(policy, 4)
+    cond, x = policy.encode(requests_for(policy, prompts)), noise(policy, 4)
     sigma = torch.tensor([0.3, 0.8751, 0.8749, 0.99])
     high, low, asked = policy.denoiser.high, policy.denoiser.low, []
     for network in (high, low):
@@ -112,7 +110,7 @@ def test_rows_on_both_sides_of_the_boundary_are_the_rows_alone(folders):
 def test_gradients_reach_the_adapters_of_what_is_trained(folders, train):
     policy = new(folders, experts=Experts(train=train))
     move(policy)
-    cond, sigma = policy.encode(PROMPTS), torch.tensor([0.95, 0.5])
+    cond, sigma = policy.encode(requests_for(policy, PROMPTS)), torch.tensor([0.95, 0.5])
     policy.velocity(noise(policy), sigma, cond).square().mean().backward()
     reached = {n.split(".")[0] for n, p in policy.denoiser.named_parameters() if p.grad is not None}
     wanted = {n.split(".")[0] for n, p in policy.denoiser.named_parameters() if p.requires_grad}
@@ -143,7 +141,7 @@ def test_saved_weights_come_back_and_are_those_of_plain_diffusers(
     assert all(torch.equal(mine[n], theirs[n]) for n in mine)
     pipe = plain(folders["14b"], tmp_path, TRAINED[train], trained)
     x, sigma = noise(policy), torch.tensor([0.95, 0.5])
-    cond = policy.encode(PROMPTS)
+    cond = policy.encode(requests_for(policy, PROMPTS))
     with torch.no_grad():
         expected = policy.velocity(x, sigma, cond)
         policy.denoiser.high, policy.denoiser.low = pipe.transformer, pipe.transformer_2
@@ -200,7 +198,10 @@ def test_the_adapters_of_both_networks_act_alike_in_peft_and_comfyui(folders, tm
     move(policy)
     policy.save_weights(str(tmp_path))
     x, sigma = noise(policy), torch.tensor([0.95, 0.5])
-    cond, pipe = policy.encode(PROMPTS), WanPipeline.from_pretrained(folders["14b"])
+    cond, pipe = (
+        policy.encode(requests_for(policy, PROMPTS)),
+        WanPipeline.from_pretrained(folders["14b"]),
+    )
     loaded: list[Any] = [pipe.transformer, pipe.transformer_2]
     folders_of = [tmp_path, tmp_path / "transformer_2"]
     if reader == "peft":

@@ -4,8 +4,8 @@ import moving_world
 import pytest
 import torch
 
-from flowalign.data.prompts import read_prompts
-from flowalign.types import MediaBatch
+from flowalign.data.requests import read_requests
+from flowalign.types import MediaBatch, prompts_of
 from reward_models.moving_shapes import MOTIONS, MovingShapesVerifier, clause_of, parse
 from reward_models.shapes import BACKGROUND, COLOURS
 
@@ -40,7 +40,7 @@ def test_ground_truth_of_every_split_is_nearly_always_strictly_right(split):
 def test_committed_prompts_are_the_splits_and_unseen_pairs_are_never_shown():
     splits = moving_world.splits()
     for name in ("train", "seen", "unseen"):
-        assert read_prompts(f"assets/shapes_video/prompts/{name}.txt") == splits[name]
+        assert prompts_of(read_requests(f"assets/shapes_video/prompts/{name}.txt")) == splits[name]
     assert not set(splits["unseen"]) & set(splits["shown"])
     assert set(splits["train"]) | set(splits["seen"]) <= set(splits["shown"])
     assert not set(splits["train"]) & set(splits["seen"])

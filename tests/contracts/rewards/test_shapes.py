@@ -6,8 +6,8 @@ import pytest
 import torch
 import world
 
-from flowalign.data.prompts import read_prompts
-from flowalign.types import MediaBatch
+from flowalign.data.requests import read_requests
+from flowalign.types import MediaBatch, prompts_of
 from reward_models.shapes import (
     BACKGROUND,
     COLOURS,
@@ -360,7 +360,7 @@ def test_every_object_relation_and_count_that_is_asked_unseen_is_shown_in_anothe
 
 @pytest.mark.parametrize("split", ["train", "seen", "unseen"])
 def test_the_prompts_on_disk_are_those_of_the_script(split):
-    assert read_prompts(f"assets/shapes/prompts/{split}.txt") == world.splits()[split]
+    assert prompts_of(read_requests(f"assets/shapes/prompts/{split}.txt")) == world.splits()[split]
 
 
 def test_the_renderer_is_a_function_of_prompt_and_seed():

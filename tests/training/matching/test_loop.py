@@ -22,7 +22,7 @@ from flowalign.training.matching.loop import micro_batch_loss
 from flowalign.training.matching.residuals import noise_for
 from flowalign.training.matching.source import Batch
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
-from flowalign.types import ALONE, MatchingLoss, Requirements
+from flowalign.types import ALONE, MatchingLoss, Requirements, plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import Given, pairs, recipe, train
@@ -251,7 +251,9 @@ def test_dpo_on_red_and_blue_makes_pixels_redder_and_puts_held_out_pairs_in_orde
 
     def redness():
         seeds = [generator(7, "noise", i) for i in range(16)]
-        latents = generate(learner.policy, ["p", "pp", "ppp", "pppp"] * 4, 6, seeds, 16)
+        latents = generate(
+            learner.policy, plain_requests(["p", "pp", "ppp", "pppp"] * 4), 6, seeds, 16
+        )
         pixels = learner.policy.decode(latents)[:, 0, :, 0, 0]
         return float((pixels[:, 0] - pixels[:, 2]).mean())
 

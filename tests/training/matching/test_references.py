@@ -20,7 +20,7 @@ from flowalign.training.matching import loop
 from flowalign.training.matching.references import EMAReference, FrozenBase, PeriodicCopy, Teacher
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.reference import WeightOverride, conditional
-from flowalign.types import Personal
+from flowalign.types import Personal, plain_requests
 from tests.fixtures.embedded import move, new_sd3
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy
@@ -80,7 +80,11 @@ def test_with_an_adapter_the_base_is_the_model_without_it_bit_for_bit():
     learner = learner_with(FrozenBase(), policy=adapted)
     move(adapted, 0.2)
     g = torch.Generator().manual_seed(2)
-    x, sigma, cond = plain.noise(2, g), torch.tensor([0.3, 0.8]), plain.encode(["a", "two"])
+    x, sigma, cond = (
+        plain.noise(2, g),
+        torch.tensor([0.3, 0.8]),
+        plain.encode(plain_requests(["a", "two"])),
+    )
     with torch.no_grad():
         wanted, policy = plain.velocity(x, sigma, cond), adapted.velocity(x, sigma, cond)
     assert torch.equal(learner.reference.velocity(x, sigma, cond), wanted)
@@ -204,7 +208,10 @@ def test_without_guidance_a_swapped_reference_is_still_the_other_weights():
     learner = learner_with(EMAReference(decay=0.5), policy=policy)
     start = [p.detach().clone() for p in learner.parameters]
     move(policy, 0.2)
-    x, cond = policy.noise(1, torch.Generator().manual_seed(2)), policy.encode(["a"])
+    x, cond = (
+        policy.noise(1, torch.Generator().manual_seed(2)),
+        policy.encode(plain_requests(["a"])),
+    )
     sigma = torch.tensor([0.4])
     field = conditional(learner.reference)
     assert isinstance(field, WeightOverride)

@@ -31,7 +31,7 @@ from flowalign.training.matching.references import EMAReference
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.recipe import RunContext
-from flowalign.types import RewardModel, RewardOutput, RewardSpec
+from flowalign.types import RewardModel, RewardOutput, RewardSpec, plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
@@ -393,7 +393,7 @@ class Ready(LatentCache):
 def built(units, *shape: int, of=None, **how):
     """Examples of some pairs, all of the dataset unless told otherwise."""
     texts = PromptEmbeddingCache(PixelPolicy(), None)
-    texts.prepare(["", "p", "qq"])
+    texts.prepare(plain_requests(["", "p", "qq"]))
     return Collator(Ready(*shape), texts, BatchFields.of(of or units)).build(units, **how)
 
 
@@ -566,14 +566,14 @@ def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **change
 
 def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """All samples of a step, made again: latents and pixels, [P, K, 3]."""
-    cfg, texts = stream.cfg, stream.prompts.batch(step, stream.cfg.prompts_per_step)
+    cfg, asked = stream.cfg, stream.requests.batch(step, stream.cfg.prompts_per_step)
     count = cfg.samples_per_prompt
     seeds = [
         generator(stream.seed, "rollout", step, i, k)
-        for i in range(len(texts))
+        for i in range(len(asked))
         for k in range(count)
     ]
-    repeated = [text for text in texts for _ in range(count)]
+    repeated = [request for request in asked for _ in range(count)]
     policy = stream.policy
     with torch.no_grad():
         latents = generate(policy, repeated, cfg.num_steps, seeds, 64)
@@ -593,8 +593,8 @@ def test_the_best_of_each_prompt_is_compared_with_the_worst_by_weighted_reward(p
     assert (total[every, best] != (pixels[..., 0] - pixels[..., 2]).amax(1)).all()
     green = torch.cat([pixels[every, best, 1], pixels[every, worst, 1]])
     assert_close(batch.examples.scores["green"], green)
-    texts = stream.prompts.batch(0, 3)
-    lengths = [float(len(text)) for text in texts] * 2
+    asked = stream.requests.batch(0, 3)
+    lengths = [float(len(request.prompt)) for request in asked] * 2
     assert batch.examples.cond["length"][:, 0].tolist() == lengths
     assert (batch.first, batch.total, batch.metrics["pairs"]) == (0, 3, 3)
     assert batch.examples.desirable.tolist() == [True] * 3 + [False] * 3
@@ -662,7 +662,7 @@ def test_samples_whose_reward_failed_never_take_part(prompts):
     batch, (latents, pixels) = batch_of(stream), sampled(stream)
     value = (pixels[..., 0] - pixels[..., 2]).flatten()
     known = (value <= value.median()).unflatten(0, (5, 4))
-    known &= tensor([[text != "a"] for text in stream.prompts.batch(0, 5)])
+    known &= tensor([[request.prompt != "a"] for request in stream.requests.batch(0, 5)])
     allowed = {tuple(row) for row in latents[known].tolist()}
     rows = {tuple(row) for row in batch.examples.latents.tolist()}
     assert rows

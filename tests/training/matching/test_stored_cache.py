@@ -21,6 +21,7 @@ from flowalign.distributed import processes as distributed
 from flowalign.distributed.processes import Processes
 from flowalign.media.media import Media
 from flowalign.training.matching import residuals as matching
+from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
 from tests.fixtures.training import new_learner
@@ -34,8 +35,8 @@ class Guided(PixelPolicy):
     def encoders(self) -> tuple[str, str]:
         return "pixel", f"length-{self.guidance > 1}"
 
-    def encode(self, prompts) -> dict[str, Tensor]:
-        cond = super().encode(prompts)
+    def encode(self, requests) -> dict[str, Tensor]:
+        cond = super().encode(requests)
         return cond | {"length_neg": cond["length"] * 0} if self.guidance > 1 else cond
 
 
@@ -172,10 +173,10 @@ def _of_two(rank: int, folder: str):
     good = [medium for k, medium in enumerate(media) if k not in failed]
     rows = latents.read(good, [False] * len(good))
     texts = PromptEmbeddingCache(policy, Path(folder, "cache"), batch=1, processes=two)
-    texts.prepare(["a", "bb", "ccc", "dddd", "eeeee"])
+    texts.prepare(plain_requests(["a", "bb", "ccc", "dddd", "eeeee"]))
     in_memory = LatentCache(alone := Refuses(), None, batch=1, processes=two)
     in_memory.prepare(media, flips=False)
-    found = failed, rows, texts.read(["eeeee", "bb"]), texts.num_encoded
+    found = failed, rows, texts.read(plain_requests(["eeeee", "bb"])), texts.num_encoded
     counts = latents.num_encoded, latents.store.num_found, texts.store.num_found
     torch.save((*found, counts, len(policy.seen), len(alone.seen)), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
@@ -188,7 +189,7 @@ def after_a_kill(tmp_path_factory) -> list[tuple]:
     for rank in (0, 1):
         (folder / str(rank)).mkdir()
     LatentCache(Refuses(), folder / "cache").prepare(eight(folder / "0")[:3], flips=True)
-    PromptEmbeddingCache(Refuses(), folder / "cache").prepare(["a"])
+    PromptEmbeddingCache(Refuses(), folder / "cache").prepare(plain_requests(["a"]))
     mp.start_processes(_of_two, (str(folder),), nprocs=2, start_method="fork")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
 

@@ -12,7 +12,7 @@ from flowalign import runs
 from flowalign.cli import train
 from flowalign.credit.branch import Branch
 from flowalign.credit.gain import Gain
-from flowalign.data.prompts import Prompts, read_prompts
+from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.completion import Completion
 from flowalign.functional.transition import CPS, DanceSDE
 from flowalign.reports import run_report as report
@@ -90,10 +90,10 @@ def test_gains_are_those_of_fresh_trajectories_worked_out_one_by_one(tmp_path):
     recipe, session = levels(run)
     history = read_calibration(tmp_path / "run" / "calibration.json")
     first, policy = history.iterations[0], session.learner.policy
-    texts, generators = draws(Prompts(read_prompts(run.recipe.prompts), 4), 4, 0, 10)
-    assert len(set(texts)) == len(PROMPTS), "every prompt, over and over"
+    asked, generators = draws(Requests(read_requests(run.recipe.prompts), 4), 4, 0, 10)
+    assert len(set(asked)) == len(PROMPTS), "every prompt, over and over"
     cfg = replace(run.recipe.sampling, samples_per_prompt=1, kernel=DanceSDE(), eta=first.psi)
-    trajectory = sample(policy, texts, cfg, (0, 1, 2), generators)
+    trajectory = sample(policy, asked, cfg, (0, 1, 2), generators)
     values = []
     for k in range(4):
         x = trajectory.state(k)

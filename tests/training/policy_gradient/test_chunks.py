@@ -16,7 +16,7 @@ from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.chunks import chunked
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
-from flowalign.types import CreditEstimator, StepCredit
+from flowalign.types import CreditEstimator, StepCredit, plain_requests
 from tests.fixtures.training import ALONE, credited, new_learner, new_recipe, new_rewards, train
 
 THREE = ["a", "bb", "ccc"]
@@ -42,7 +42,9 @@ def made(algorithm, **recipe):
         credited(
             cfg,
             learner,
-            completion_values(cfg, learner, new_rewards(), rollout(cfg, learner, THREE, 0, 0)),
+            completion_values(
+                cfg, learner, new_rewards(), rollout(cfg, learner, plain_requests(THREE), 0, 0)
+            ),
         )[0],
     )
 

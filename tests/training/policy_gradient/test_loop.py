@@ -35,6 +35,7 @@ from flowalign.types import (
     RewardOutput,
     RewardSpec,
     StepCredit,
+    plain_requests,
 )
 from flowalign.utils.costs import Costs
 from tests.fixtures.pixel import PixelPolicy, Redness
@@ -87,7 +88,11 @@ class Rising(CreditEstimator):
 def judged(cfg: Settings, rewards: Rewards, learner=None):
     learner = learner or new_learner()
     return credited(
-        cfg, learner, completion_values(cfg, learner, rewards, rollout(cfg, learner, THREE, 0, 0))
+        cfg,
+        learner,
+        completion_values(
+            cfg, learner, rewards, rollout(cfg, learner, plain_requests(THREE), 0, 0)
+        ),
     )
 
 
@@ -369,7 +374,7 @@ def test_dropping_trains_on_what_is_left_as_if_the_rest_had_not_been_drawn(on_fa
     batch, _ = judged(new_recipe(on_failed_reward=on_failure), rewards, spoilt)
     update(new_recipe(), spoilt, batch, 0, 0)
     cfg = new_recipe(prompts_per_step=1)
-    trajectory = rollout(cfg, alone, THREE[:1], 0, 0)
+    trajectory = rollout(cfg, alone, plain_requests(THREE[:1]), 0, 0)
     only, _ = credited(
         cfg,
         alone,

@@ -9,6 +9,7 @@ import torch
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.plan import evaluations
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy
@@ -45,7 +46,7 @@ def test_a_step_costs_what_the_plan_says(recipe):
     window = sampling.sde_window.steps(sampling.num_steps, 0, generator(0, "window", 0))
     wanted = evaluations(recipe, window)
     empty_trajectory, asked = recipe.empty_trajectory(window), recipe.requested(window)
-    trajectory = rollout(recipe, learner, THREE, 0, 0)
+    trajectory = rollout(recipe, learner, plain_requests(THREE), 0, 0)
     batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
     assert costs.sampling_evaluations == 3 * (wanted["sampling"] + wanted["completing"])
     valued = {*asked, (sampling.num_steps, recipe.completion)}

@@ -17,6 +17,7 @@ from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, paired
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (
     ALONE,
@@ -38,7 +39,7 @@ def sampled(learner=None, advantage=None, **sampling) -> TrainBatch:
     """A rollout whose advantages are told, before it is paired."""
     cfg = new_recipe(sampling)
     learner = learner or new_learner()
-    trajectory = rollout(cfg, learner, THREE, 0, 0)
+    trajectory = rollout(cfg, learner, plain_requests(THREE), 0, 0)
     batch, _ = credited(cfg, learner, completion_values(cfg, learner, new_rewards(), trajectory))
     return batch if advantage is None else replace(batch, advantage=advantage)
 

@@ -1,0 +1,175 @@
+"""Reads requests, and orders them by a pure function of the seed.
+
+A file of requests is a text file with a prompt a line, or JSONL with a field `prompt`. A row may
+name a picture or clip as `image`, several as `images` or `references`, and a `mask`; paths are
+relative to the file. Its other fields are metadata, for rewards that read them.
+"""
+
+import contextlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from flowalign.media.frame_sampling import MediaProblem
+from flowalign.media.media import Media
+from flowalign.media.references import reference
+from flowalign.types import Reference, Request
+from flowalign.utils.files import bundled
+
+_REFERENCES = ("image", "images", "references")
+"""Fields of a row of which one may name its pictures or clips."""
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Goes through a list of requests, in a new random order each epoch."""
+
+    all: Sequence[Request]
+    seed: int = 0
+
+    def batch(self, step: int, size: int) -> list[Request]:
+        """Return the requests of one step; they depend on the seed, not on where a run resumed."""
+        return [self._at(i) for i in range(step * size, (step + 1) * size)]
+
+    def _at(self, position: int) -> Request:
+        epoch, offset = divmod(position, len(self.all))
+        return self.all[_order(self.seed, epoch, len(self.all))[offset]]
+
+
+@lru_cache(maxsize=4)
+def _order(seed: int, epoch: int, num_requests: int) -> list[int]:
+    order = list(range(num_requests))
+    random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def read_requests(path: str) -> list[Request]:
+    """Read requests from a text file (one prompt a line) or JSONL; skip blank lines.
+
+    Raises:
+        ValueError: The file is missing, empty, or a line holds no prompt or names missing files.
+    """
+    return [request for _, request in located_requests(path)]
+
+
+def located_requests(path: str) -> list[tuple[str, Request]]:
+    """Read requests like `read_requests`, each with its file and line, for messages.
+
+    Raises:
+        ValueError: `read_requests` would raise.
+    """
+    file = Path(bundled(path))
+    if file.is_fifo():
+        raise ValueError(f"prompts file {path!r} is a pipe, which can be read once only")
+    if not file.is_file():
+        raise ValueError(f"prompts file {path!r} does not exist (looked in {Path.cwd()})")
+    lines = _lines(_decoded(file.read_bytes(), path), path)
+    return _requests(lines, path, file.parent, is_jsonl=file.suffix == ".jsonl")
+
+
+def read_requests_once(source: str) -> list[Request]:
+    """Read requests like `read_requests`, also from a pipe or, if the source is `-`, stdin.
+
+    A stream has no name that says its kind: it is JSONL if its first line is such a row. Paths in
+    it are relative to the working directory.
+
+    Raises:
+        ValueError: `read_requests` would raise.
+    """
+    return [request for _, request in located_requests_once(source)]
+
+
+def located_requests_once(source: str) -> list[tuple[str, Request]]:
+    """Read requests like `read_requests_once`, each with its source and line.
+
+    Raises:
+        ValueError: `read_requests` would raise.
+    """
+    path = Path(source)
+    device = source.startswith("/dev/") and path.exists()
+    if not (source == "-" or device or path.is_fifo()):
+        return located_requests(source)
+    with contextlib.nullcontext(sys.stdin.buffer) if source == "-" else path.open("rb") as stream:
+        text = _decoded(stream.read(), source)
+    lines = _lines(text, source)
+    return _requests(lines, source, Path(), is_jsonl=_is_row(lines[0][1]))
+
+
+def _decoded(content: bytes, path: str) -> str:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"prompts file {path!r} is not text in UTF-8: {error}") from error
+
+
+def _lines(text: str, path: str) -> list[tuple[int, str]]:
+    """Return the lines that are not blank, with their numbers."""
+    lines = [(n, line.strip()) for n, line in enumerate(text.splitlines(), 1)]
+    if not (lines := [(n, line) for n, line in lines if line]):
+        raise ValueError(f"prompts file {path!r} holds no prompt")
+    return lines
+
+
+def _requests(
+    lines: Sequence[tuple[int, str]], path: str, folder: Path, is_jsonl: bool
+) -> list[tuple[str, Request]]:
+    if not is_jsonl:
+        return [(f"{path}:{n}", Request(line)) for n, line in lines]
+    rows = [(f"{path}:{n}", line) for n, line in lines]
+    return [(where, _request(_row(line, where), folder, where)) for where, line in rows]
+
+
+def _request(row: dict[str, Any], folder: Path, where: str) -> Request:
+    named = [name for name in _REFERENCES if name in row]
+    if len(named) > 1:
+        raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
+    references = _paths(row[named[0]], named[0], where) if named else []
+    masks = _paths(row["mask"], "mask", where) if "mask" in row else []
+    if len(masks) > 1:
+        raise ValueError(f"{where}: mask must be one path, got {len(masks)}")
+    found = [_reference(folder / path, where) for path in (*references, *masks)]
+    return Request(
+        row["prompt"],
+        tuple(found[: len(references)]),
+        found[-1] if masks else None,
+        {name: value for name, value in row.items() if name not in ("prompt", "mask", *named)},
+    )
+
+
+def _paths(value: object, name: str, where: str) -> list[str]:
+    paths: list[Any] = value if isinstance(value, list) else [value]
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        given = json.dumps(value)[:60]
+        raise ValueError(f"{where}: {name} must be a path, or a list of paths, got {given}")
+    return paths
+
+
+def _reference(path: Path, where: str) -> Reference:
+    try:
+        return reference(Media(str(path)))
+    except (MediaProblem, OSError) as problem:
+        raise ValueError(f"{where}: {problem}") from problem
+
+
+def _is_row(line: str) -> bool:
+    try:
+        _row(line, "")
+    except ValueError:
+        return False
+    return True
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    prompt = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f"{where}: expected an object with a text field 'prompt', got {line[:60]}")
+    return row

@@ -1,0 +1,63 @@
+"""References of requests: pictures and clips by their content, decoded when they are looked at."""
+
+from functools import cache, lru_cache, partial
+from pathlib import Path
+
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.media.decode import Clip, MediaProblem, decode, digest
+from flowalign.media.media import Media, missing
+from flowalign.types import Reference
+
+_KEPT = 64
+"""Decoded references that are kept: the samples of a group share theirs."""
+
+
+def reference(medium: Media) -> Reference:
+    """Return a reference to a file, a folder of frames or bytes; its pixels are not decoded yet.
+
+    Raises:
+        MediaProblem: There is no such file.
+    """
+    if medium.path is None:
+        content, name = digest(medium).hex(), f"{len(medium.data or b'')} bytes"
+    else:
+        path, name = Path(medium.path), medium.path
+        if not path.exists():
+            raise MediaProblem(missing(path))
+        content = _digest(name, _changed(path))
+    return Reference(name, content, partial(_pixels, medium, content))
+
+
+def _pixels(medium: Media, content: str) -> Float[Tensor, "F 3 H W"]:
+    return _decoded(medium, content).frames
+
+
+@lru_cache(maxsize=_KEPT)
+def _decoded(medium: Media, _content: str) -> Clip:
+    return decode(medium)
+
+
+def _changed(path: Path) -> int:
+    """Return when a file, or the newest of a folder, was written."""
+    files = path.iterdir() if path.is_dir() else [path]
+    return max((file.stat().st_mtime_ns for file in files), default=0)
+
+
+@cache
+def _digest(path: str, _changed_at: int) -> str:
+    return digest(Media(path)).hex()
+
+
+@cache
+def shape_of(one: Reference) -> tuple[int, int, int]:
+    """Return frames, height and width; raise MediaProblem for a file that does not decode."""
+    frames, _, height, width = one.read().shape
+    return frames, height, width
+
+
+@cache
+def has_hole(mask: Reference) -> bool:
+    """Return whether a mask is white anywhere."""
+    return bool((mask.read() > 0.5).any())
