@@ -83,8 +83,12 @@ def moments(products: Products, kept: Bool[Tensor, "J"] | None = None) -> Moment
 
 
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
-    """Return the squared signal to noise of a batch whose steps have these weights."""
-    return (weights @ found.signal @ weights) / (weights @ found.noise @ weights)
+    """Return the squared signal to noise of a batch whose steps have these weights.
+
+    It is 0 where there is no noise, because nothing was learnt from: no weights, no gradient.
+    """
+    noise = weights @ found.noise @ weights
+    return torch.where(noise > 0, (weights @ found.signal @ weights) / noise, 0.0)
 
 
 def best_weights(found: Moments) -> Float[Tensor, "K"]:
@@ -123,7 +127,7 @@ def crossed(
     for half, other in (halves, halves[::-1]):
         weights = best_weights(moments(chosen_by or products, half))
         judged.append(signal_to_noise(moments(products, other), weights))
-    return torch.stack(judged).nan_to_num().mean()
+    return torch.stack(judged).mean()
 
 
 def left_out(

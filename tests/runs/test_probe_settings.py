@@ -183,13 +183,13 @@ def test_a_probe_of_several_settings_writes_figures_a_page_and_an_overlay(tmp_pa
     with pytest.raises(SystemExit) as stop:
         main([*command, "--out", str(out), "--overlay", str(file)])
     told = capsys.readouterr()
+    assert stop.value.code == 0, told.err
     found = json.loads((out / "probe.json").read_text())
     assert {row["name"] for row in found["ranking"]} == {"flow_grpo 2x4", "control_variate 2x4"}
     prices = {one["name"]: one["a_batch"]["network_evaluations"] for one in found["settings"]}
     assert prices["control_variate 2x4"] > prices["flow_grpo 2x4"] == 2 * 4 * 5
     assert "signal to noise per 1000 evaluations" in told.out
     assert "control_variate 2x4" in (out / "index.html").read_text()
-    assert stop.value.code == 0, told.err
     run, _ = load(["configs/models/shapes.yaml", str(file)])
     assert run.recipe.prompts_per_step == 2
     assert run.recipe.step_weight == (found["recommended"]["step_weight"] or "uniform")
