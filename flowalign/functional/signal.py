@@ -10,13 +10,29 @@ update and without knowing m_k. With weights w on the steps, a batch is worth
 its squared signal to noise: how many batches it takes until the mean gradient shows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
+
+_COLUMNS = 2**16
+"""Entries of a gradient that are multiplied at once, in float64."""
+
+
+class Products(NamedTuple):
+    """Holds inner products between blocks of batches, of which some may be a single batch.
+
+    Sums over blocks are all that signal and noise need: pairs of different blocks show the signal,
+    and a block's own product exceeds it by its noise.
+    """
+
+    sums: Float[Tensor, "J K J K"]
+    """Inner products of the gradients of steps, each summed over the batches of a block."""
+    batches: Int[Tensor, "J"]
+    """Number of batches of each block."""
 
 
 class Moments(NamedTuple):
@@ -25,25 +41,46 @@ class Moments(NamedTuple):
     signal: Float[Tensor, "K K"]
     """m_k . m_j; its estimate may have negative eigenvalues."""
     noise: Float[Tensor, "K K"]
-    """E (g_k - m_k) . (g_j - m_j)."""
+    """E (g_k - m_k) . (g_j - m_j), of one batch."""
 
 
-def moments(products: Float[Tensor, "B K B K"]) -> Moments:
-    """Estimate signal and noise without bias from all inner products of B >= 2 batches.
+def inner_products(
+    sums: Sequence[Sequence[Float[Tensor, "p"]]],
+    count: Sequence[int],
+    scale: Float[Tensor, "p"] | None = None,
+) -> Products:
+    """Return the inner products of J x K gradients, each entry times `scale`, if that is given."""
+    rows = [row for block in sums for row in block]
+    total = torch.zeros(len(rows), len(rows), dtype=torch.float64)
+    for start in range(0, len(rows[0]), _COLUMNS):
+        columns = slice(start, start + _COLUMNS)
+        part = torch.stack([row[columns] for row in rows]).double()
+        part = part if scale is None else part * scale[columns]
+        total += part @ part.T
+    shape = len(sums), len(sums[0])
+    return Products(total.view(*shape, *shape), torch.tensor(count))
+
+
+def moments(products: Products, kept: Bool[Tensor, "J"] | None = None) -> Moments:
+    """Estimate signal and noise without bias from at least two blocks, all of them or those kept.
+
+    Two halves of a batch are enough. With sums S and counts n of blocks, signal = sum over pairs a,
+    b of S_a . S_b / sum of n_a n_b, and noise = sum of (S_a . S_a - n_a^2 signal) / sum of n_a.
 
     Raises:
-        ValueError: There are fewer than two batches.
+        ValueError: There are fewer than two blocks.
     """
-    count = len(products)
-    if count < 2:
+    every = torch.ones(len(products.batches), dtype=torch.bool)
+    chosen = every if kept is None else kept
+    sums, count = products.sums[chosen][:, :, chosen], products.batches[chosen].double()
+    if len(count) < 2:
         raise ValueError(
-            f"there are gradients of {count} batches; signal and noise need at least 2"
+            f"there are {len(count)} blocks of gradients; signal and noise need at least 2"
         )
-    within = products.diagonal(dim1=0, dim2=2).sum(2)
-    between = products.sum((0, 2)) - within
-    signal = between / (count * (count - 1))
+    within = sums.diagonal(dim1=0, dim2=2).sum(2)
+    signal = (sums.sum((0, 2)) - within) / (count.sum() ** 2 - count.square().sum())
     signal = (signal + signal.T) / 2
-    return Moments(signal, within / count - signal)
+    return Moments(signal, (within - count.square().sum() * signal) / count.sum())
 
 
 def moments_of_halves(halves: Float[Tensor, "2 K p"], shares: tuple[float, float]) -> Moments:
@@ -71,8 +108,12 @@ def projected(
 
 
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
-    """Return the squared signal to noise of a batch whose steps have these weights."""
-    return (weights @ found.signal @ weights) / (weights @ found.noise @ weights)
+    """Return the squared signal to noise of a batch whose steps have these weights.
+
+    It is 0 where there is no noise, because nothing was learnt from: no weights, no gradient.
+    """
+    noise = weights @ found.noise @ weights
+    return torch.where(noise > 0, (weights @ found.signal @ weights) / noise, 0.0)
 
 
 def best_weights(found: Moments) -> Float[Tensor, "K"]:
@@ -106,33 +147,38 @@ def above_noise(found: Moments) -> Moments:
     return Moments(signal, found.noise)
 
 
-def crossed(products: Float[Tensor, "B K B K"]) -> Float[Tensor, ""]:
-    """Return the signal to noise of the best weights, found on one half of the batches each.
+def crossed(
+    products: Products, kept: Bool[Tensor, "J"] | None = None, chosen_by: Products | None = None
+) -> Float[Tensor, ""]:
+    """Return the signal to noise of the best weights, found on one half of the blocks each.
 
-    Weights that are judged by the batches which chose them look better than they are.
-
-    Raises:
-        ValueError: There are fewer than four batches.
-    """
-    if len(products) < 4:
-        raise ValueError(f"there are gradients of {len(products)} batches; halves need at least 4")
-    halves = [moments(products[start::2][:, :, start::2]) for start in (0, 1)]
-    judged = [signal_to_noise(halves[1 - i], best_weights(half)) for i, half in enumerate(halves)]
-    return torch.stack(judged).nan_to_num().mean()
-
-
-def jackknife(
-    products: Float[Tensor, "B K B K"], statistic: Callable[[Moments], Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return a statistic of the moments, and its standard error by leaving out one batch each.
+    Weights that are judged by the batches which chose them look better than they are. `chosen_by`
+    are products of the same batches elsewhere, such as at earlier weights of the network, whose
+    best weights are judged here. Blocks keep their half when others are left out.
 
     Raises:
-        ValueError: There are fewer than three batches.
+        ValueError: A half has fewer than two blocks.
     """
-    count = len(products)
-    if count < 3:
-        raise ValueError(f"there are gradients of {count} batches; an interval needs at least 3")
-    kept = [[b for b in range(count) if b != out] for out in range(count)]
-    left = torch.stack([statistic(moments(products[k][:, :, k])) for k in kept])
-    spread = (left - left.mean(0)).square().sum(0) * (count - 1) / count
-    return statistic(moments(products)), spread.sqrt()
+    kept = torch.ones(len(products.batches), dtype=torch.bool) if kept is None else kept
+    even = torch.arange(len(kept)) % 2 == 0
+    halves, judged = (kept & even, kept & ~even), []
+    for half, other in (halves, halves[::-1]):
+        weights = best_weights(moments(chosen_by or products, half))
+        judged.append(signal_to_noise(moments(products, other), weights))
+    return torch.stack(judged).mean()
+
+
+def left_out(
+    statistic: Callable[[Bool[Tensor, "J"]], Tensor], blocks: int
+) -> Float[Tensor, "J *rest"]:
+    """Return a statistic of blocks, without each of them in turn."""
+    return torch.stack([statistic(torch.arange(blocks) != out) for out in range(blocks)])
+
+
+def standard_error(left: Float[Tensor, "J *rest"]) -> Float[Tensor, "*rest"]:
+    """Return the jackknife's standard error of a statistic, given `left_out` values.
+
+    It is exact for means of blocks of one size. The error of a difference between two settings that
+    were probed on the same batches is that of the difference of their values.
+    """
+    return ((left - left.mean(0)).square().sum(0) * (len(left) - 1) / len(left)).sqrt()

@@ -1,36 +1,32 @@
 """Measure signal and noise of each denoising step's gradient, at fixed weights."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from flowalign.data.requests import Requests, read_requests
-from flowalign.functional.signal import (
-    best_weights,
-    crossed,
-    jackknife,
-    moments,
-    signal_to_noise,
-)
+from flowalign.functional.signal import Products
+from flowalign.rewards.composite import Rewards
 from flowalign.runs.bench import credited, opened
 from flowalign.runs.config import Run
-from flowalign.training.learner import Learner
+from flowalign.runs.probe_settings import Setting, Weights, without_place
+from flowalign.runs.probe_sums import GradientSums, adam_scale
+from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.training.policy_gradient.batches import TrainBatch, portions
 from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.training.policy_gradient.recipe import PolicyGradient
 from flowalign.training.policy_gradient.rollouts import rollout
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.utils.costs import Costs
 
-MOST_BYTES = 2**30
-"""Memory for the gradients of all batches; larger ones are projected."""
-PROJECTED = 2**16
-"""Dimensions of a projected gradient."""
+FEWEST = 6
+"""Fewest batches, of which each half can lose one."""
 
 
 @dataclass(frozen=True)
@@ -41,97 +37,113 @@ class Probe:
     """Denoising steps of a rollout."""
     steps: list[int]
     """Those of them that any of the batches trained."""
-    products: Float[Tensor, "B K B K"]
+    gradient: Products
     """Inner products of their gradients, each as if all steps had the weight 1."""
+    update: Products | None
+    """The same after division by the root of Adam's second moments; None if they are unknown."""
     own: Float[Tensor, "K"]
     """Weights that the run file gives these steps."""
     is_projected: bool
     """Whether the gradients were projected, which adds noise to their products but no bias."""
+    norms: list[float]
+    """Norm of the whole gradient of each batch, with the step weights of the run file."""
     costs: Costs
-    """What all batches cost together."""
+    """What all batches cost together, on all processes."""
     seconds: float
     """Time for all batches."""
 
-    def overlay(self, weights: Float[Tensor, "K"]) -> list[float]:
-        """Return weights of all denoising steps, as `recipe.step_weight` takes them."""
-        found = [0.0] * self.num_steps
-        for step, weight in zip(self.steps, weights.tolist(), strict=True):
-            found[step] = round(weight, 4)
-        return found
+    @property
+    def batches(self) -> int:
+        """Return the number of batches."""
+        return len(self.norms)
 
-    def summary(self) -> dict[str, Any]:
-        """Return signal and noise of each step and of all, with standard errors and costs."""
-        count, found = len(self.products), moments(self.products)
-        best = best_weights(found)
-        signal, error = jackknife(self.products, lambda m: m.signal.diagonal())
-        evaluations = self.costs.network_evaluations / count
-        totals = {"equal": torch.ones_like(best), "run file": self.own}
-        rows = {name: _with_error(self.products, weights) for name, weights in totals.items()}
-        rows["best, judged by other batches"] = {"signal_to_noise": float(crossed(self.products))}
-        for row in rows.values():
-            row["per_1000_evaluations"] = 1000 * row["signal_to_noise"] / evaluations
-        return {
-            "step_weight": self.overlay(best),
-            "batches": count,
-            "projected": self.is_projected,
-            "steps": [
-                {
-                    "step": step,
-                    "signal": float(signal[i]),
-                    "signal_error": float(error[i]),
-                    "noise": float(found.noise[i, i]),
-                    "weight": float(self.own[i]),
-                    "best_weight": float(best[i]),
-                }
-                for i, step in enumerate(self.steps)
-            ],
-            "weights": rows,
-            "a_batch": {
-                "network_evaluations": evaluations,
-                "reward_calls": self.costs.reward_calls / count,
-                "decodes": self.costs.decodes / count,
-                "seconds": self.seconds / count,
-            },
-        }
+
+@dataclass
+class Opened:
+    """Holds loaded weights and rewards, which settings share that differ in the recipe alone."""
+
+    shared: object
+    """Settings outside the recipe, and the one of the recipe that the rewards read."""
+    learner: Learner
+    """Policy with its optimizer, which makes no update."""
+    rewards: Rewards
+    """Loaded reward models."""
+    costs: Costs
+    """Counts of this process since the weights were loaded."""
+
+
+def probes(
+    settings: Sequence[Setting], batches: int, log: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[Setting, Probe | None]]:
+    """Probe one setting after another, on the same prompts and noise; load what they share once.
+
+    The main process alone gets the results; the others get None.
+
+    Raises:
+        ValueError: There are too few batches, or the weights are not of this model.
+    """
+    check_batches(batches)
+    here: Opened | None = None
+    for setting in settings:
+        log(f"probing {setting.name}")
+        if here is None or here.shared != _shared(setting):
+            here = None  # its memory goes before the next model is read
+            here = _opened(setting)
+        moments = setting.weights.moments if setting.weights else None
+        yield setting, probe(setting.loaded.run, here, batches, moments, log)
+
+
+def check_batches(batches: int) -> None:
+    """Raise ValueError for too few batches."""
+    if batches < FEWEST:
+        raise ValueError(
+            f"batches is {batches}; signal, noise and their errors need at least {FEWEST}"
+        )
 
 
 def probe(
-    run: Run, batches: int, weights: str | None = None, log: Callable[[str], None] = lambda _: None
-) -> Probe:
+    run: Run,
+    here: Opened,
+    batches: int,
+    moments: Path | None = None,
+    log: Callable[[str], None] = lambda _: None,
+) -> Probe | None:
     """Sample and credit batches of different prompts, and compare the gradients of their steps.
 
-    No weight changes. `weights` is a folder of saved weights, such as one of a checkpoint.
+    No weight changes. `moments` is a file of a checkpoint with the moments of AdamW; without it,
+    they are those of the batches, or unknown for gradients that are projected.
 
     Raises:
-        ValueError: The recipe has no rollouts, there are fewer than four batches, or the weights
-            are not of this model.
+        ValueError: The moments are not of this model.
+        TrainingFailure: A gradient is not finite.
     """
-    if batches < 4:
-        raise ValueError(f"batches is {batches}; signal, noise and their errors need at least 4")
-    recipe, learner, rewards, costs = opened(run)
-    if weights:
-        run.policy.load_weights(weights)
+    recipe, learner = run.recipe, here.learner
+    assert isinstance(recipe, PolicyGradient)
+    scale = adam_scale(moments, learner) if moments else None
     requests = Requests(read_requests(recipe.prompts), run.seed)
-    loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed)
-    gradients: list[dict[int, Tensor]] = []
-    own: dict[int, float] = {}
-    before, start = replace(costs), time.perf_counter()
-    keep, is_projected = _keeper(learner, batches * recipe.sampling.num_steps)
+    loop = PolicyGradientLoop(recipe, learner, here.rewards, requests, run.seed)
+    sums = GradientSums(run, learner, batches, scale)
+    before, start = replace(here.costs), time.perf_counter()
     for i in range(batches):
         chosen = requests.batch(i, recipe.prompts_per_step)
         batch = credited(recipe, learner, loop, rollout(recipe, learner, chosen, run.seed, i))
-        own |= {k: float(w) for k, w in enumerate(batch.weight) if batch.global_mask[:, k].any()}
-        gradients.append({k: keep(g) for k, g in gradients_of_steps(recipe, learner, batch)})
+        sums.add(i, batch, gradients_of_steps(recipe, learner, batch))
         log(f"batch {i + 1} of {batches}")
-    spent = {name: n - asdict(before)[name] for name, n in asdict(costs).items()}
+    seconds = time.perf_counter() - start
+    spent = {name: float(n - asdict(before)[name]) for name, n in asdict(here.costs).items()}
+    total = learner.processes.total(spent)
+    if not learner.processes.is_main:
+        return None
+    steps = sorted(sums.own)
     return Probe(
         recipe.sampling.num_steps,
-        sorted(own),
-        _products(gradients, sorted(own)),
-        torch.tensor([own[k] for k in sorted(own)], dtype=torch.float64),
-        is_projected,
-        Costs(**spent),
-        time.perf_counter() - start,
+        steps,
+        *sums.products(),
+        torch.tensor([sums.own[k] for k in steps], dtype=torch.float64),
+        sums.is_projected,
+        sums.norms,
+        Costs(**{name: int(n) for name, n in total.items()}),
+        seconds,
     )
 
 
@@ -141,53 +153,56 @@ def gradients_of_steps(
     """Yield the gradient that each denoising step adds to the update, as if it had the weight 1.
 
     They are summed over processes and add up to the gradient of the loss with equal weights.
+
+    Raises:
+        TrainingFailure: One is not finite.
     """
     batch = replace(batch, weight=torch.ones_like(batch.weight))
-    num_trained, rows = int(batch.global_mask.sum()), torch.arange(len(batch.mask))
     local: dict[int, list[Tensor]] = {}
-    for k, chosen in portions(batch, rows, recipe.micro_batch):
+    for k, chosen in portions(batch, torch.arange(len(batch.mask)), recipe.micro_batch):
         local.setdefault(k, []).append(chosen)
     for k in batch.global_mask.any(0).nonzero().flatten().tolist():
-        learner.optimizer.zero_grad(set_to_none=True)
-        for chosen in local.get(k, []):
-            one = minibatch_of(batch, k, chosen)
-            loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
-            (len(chosen) / num_trained * loss).backward()
-        learner.processes.sum_gradients(learner.parameters)
-        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
-        yield k, torch.cat([g.flatten().float() for g in found])
+        yield k, _gradient(recipe, learner, batch, k, local.get(k, []))
     learner.optimizer.zero_grad(set_to_none=True)
 
 
-def _keeper(learner: Learner, count: int, seed: int = 0) -> tuple[Callable[[Tensor], Tensor], bool]:
-    """Return what is kept of a gradient: all of it, or a projection that keeps products unbiased.
+def _gradient(
+    recipe: Settings, learner: Learner, batch: TrainBatch, k: int, local: Sequence[Tensor]
+) -> Float[Tensor, "p"]:
+    """Return the gradient of one step, over the samples of all processes.
 
-    The projection adds each entry, with a random sign, to one of `PROJECTED` sums.
+    In fp16 the scale of the loss falls until nothing overflows.
     """
-    size = sum(p.numel() for p in learner.parameters)
-    if 4 * size * count <= MOST_BYTES:
-        return lambda gradient: gradient.cpu(), False
-    generator = torch.Generator().manual_seed(seed)
-    place = torch.randint(PROJECTED, (size,), generator=generator)
-    sign = torch.randint(2, (size,), generator=generator, dtype=torch.float32) * 2 - 1
-    device = learner.parameters[0].device
-    place, sign = place.to(device), sign.to(device)
-
-    def project(gradient: Tensor) -> Tensor:
-        sums = torch.zeros(PROJECTED, device=gradient.device)
-        return sums.index_add(0, place, sign * gradient).cpu()
-
-    return project, True
-
-
-def _products(gradients: list[dict[int, Tensor]], steps: list[int]) -> Float[Tensor, "B K B K"]:
-    """Return all inner products; a step that a batch did not train has the gradient 0."""
-    zero = torch.zeros_like(next(iter(gradients[0].values())))
-    flat = torch.stack([g.get(k, zero) for g in gradients for k in steps])
-    products = torch.stack([flat @ row for row in flat]).double()
-    return products.view(len(gradients), len(steps), len(gradients), len(steps))
+    num_trained = int(batch.global_mask.sum())
+    while True:
+        learner.optimizer.zero_grad(set_to_none=True)
+        for chosen in local:
+            one = minibatch_of(batch, k, chosen)
+            loss, _ = recipe.algorithm.loss(learner.policy, learner.reference, one)
+            learner.backward(len(chosen) / num_trained * loss)
+        learner.processes.sum_gradients(learner.parameters)
+        found = [torch.zeros_like(p) if p.grad is None else p.grad for p in learner.parameters]
+        scale = learner.scaler.get_scale()
+        gradient = torch.cat([g.flatten().float() for g in found]) / scale
+        if gradient.isfinite().all():
+            return gradient
+        if scale <= 1:
+            raise TrainingFailure(
+                f"the gradient of step {k} is not finite; compute in fp32 or bf16"
+            )
+        learner.scaler.update(scale / 4)
 
 
-def _with_error(products: Tensor, weights: Tensor) -> dict[str, float]:
-    value, error = jackknife(products, lambda found: signal_to_noise(found, weights))
-    return {"signal_to_noise": float(value), "error": float(error)}
+def _opened(setting: Setting) -> Opened:
+    run = setting.loaded.run
+    _, learner, rewards, costs = opened(run)
+    if setting.weights:
+        run.policy.load_weights(str(setting.weights.folder))
+    return Opened(_shared(setting), learner, rewards, costs)
+
+
+def _shared(setting: Setting) -> tuple[Weights | None, Mapping[str, object]]:
+    """Return what decides which weights and rewards are loaded."""
+    content = without_place(setting.loaded)
+    recipe = content.pop("recipe")["init_args"]
+    return setting.weights, content | {"on_failed_reward": recipe["on_failed_reward"]}

@@ -3,21 +3,28 @@
 import pytest
 import torch
 
+from flowalign.functional import signal
 from flowalign.functional.signal import (
     Moments,
+    Products,
     above_noise,
     best_weights,
     crossed,
-    jackknife,
+    inner_products,
+    left_out,
     moments,
     moments_of_halves,
     projected,
     signal_to_noise,
+    standard_error,
 )
 
 
-def products_of(gradients: torch.Tensor) -> torch.Tensor:
-    return torch.einsum("bkp,cjp->bkcj", gradients, gradients)
+def products_of(gradients: torch.Tensor, blocks: int | None = None) -> Products:
+    """Products of batches [b, k, p], batch i in block i modulo their number."""
+    blocks = blocks or len(gradients)
+    parts = [gradients[start::blocks] for start in range(blocks)]
+    return inner_products([list(part.sum(0)) for part in parts], [len(part) for part in parts])
 
 
 def drawn(count: int, seed: int, means: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -41,18 +48,46 @@ def test_two_batches_of_two_steps_by_hand():
     found = moments(products_of(gradients))
     assert found.signal.tolist() == [[3.0, 0.5], [0.5, 0.0]]
     assert found.noise.tolist() == [[2.0, 1.0], [1.0, 2.5]]
-    weights = torch.tensor([1.0, 2.0])
+    weights = torch.tensor([1.0, 2.0]).double()
     assert signal_to_noise(found, weights) == pytest.approx(5 / 16)
 
 
-def test_estimates_are_unbiased():
-    """The mean over 4,000 repetitions of 5 batches is within 5 of its standard errors."""
-    found = [moments(products_of(drawn(5, seed, MEANS, SCALES))) for seed in range(4000)]
+def test_five_batches_in_two_blocks_by_hand():
+    """One step of numbers 1, 2, 3, 4, 5 in blocks 1 + 3 + 5 and 2 + 4.
+
+    signal = 9 * 6 / (3 * 2), noise = (81 + 36 - (9 + 4) * 9) / 5.
+    """
+    found = moments(products_of(torch.tensor([1.0, 2, 3, 4, 5]).view(5, 1, 1), 2))
+    assert found.signal.tolist() == [[9.0]]
+    assert found.noise.tolist() == [[0.0]]
+
+
+def test_products_of_long_gradients_are_taken_in_parts(monkeypatch):
+    gradients = drawn(4, 0, MEANS, SCALES)
+    whole = products_of(gradients)
+    monkeypatch.setattr(signal, "_COLUMNS", 2)
+    torch.testing.assert_close(products_of(gradients), whole)
+    assert torch.equal(whole.sums, whole.sums.permute(2, 3, 0, 1))
+
+
+def test_a_scale_multiplies_every_entry_before_the_products():
+    gradients, scale = drawn(4, 0, MEANS, SCALES), torch.tensor([2.0, 0.0, -1.0])
+    rows = [list(batch) for batch in gradients]
+    found = inner_products(rows, [1] * 4, scale)
+    torch.testing.assert_close(found, products_of(gradients * scale))
+
+
+@pytest.mark.parametrize(("batches", "blocks"), [(5, 5), (11, 4)])
+def test_estimates_are_unbiased(batches, blocks):
+    """The mean over 600 repetitions is within 5 of its standard errors."""
+    found = [
+        moments(products_of(drawn(batches, seed, MEANS, SCALES), blocks)) for seed in range(600)
+    ]
     for estimates, truth in zip(zip(*found, strict=True), (MEANS @ MEANS.T, NOISE), strict=True):
         values = torch.stack(estimates)
         error = values.std(0) / len(values) ** 0.5
         assert ((values.mean(0) - truth).abs() < 5 * error).all()
-        assert (error < 0.1).all()
+        assert (error < 0.3).all()
 
 
 def test_two_halves_of_two_steps_by_hand():
@@ -101,14 +136,15 @@ def test_a_projection_by_hand():
     assert projected(torch.arange(1.0, 7.0), signs, 4).tolist() == [6.0, -4.0, -3.0, 4.0]
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth():
     """Of 300 intervals of two standard errors, about 95 % hold the signal of each step."""
     truth, covered = MEANS @ MEANS.T, torch.zeros(3)
     for seed in range(300):
-        found, error = jackknife(
-            products_of(drawn(16, seed, MEANS, SCALES)), lambda m: m.signal.diagonal()
-        )
-        covered += (found - truth.diagonal()).abs() < 2 * error
+        products = products_of(drawn(32, seed, MEANS, SCALES), 16)
+        left = left_out(lambda kept, p=products: moments(p, kept).signal.diagonal(), 16)
+        found = moments(products).signal.diagonal()
+        covered += (found - truth.diagonal()).abs() < 2 * standard_error(left)
     assert (covered / 300 > 0.88).all()
     assert (covered / 300 < 0.99).all()
 
@@ -166,19 +202,48 @@ def test_a_signal_that_no_step_has_gives_no_weights():
     assert best_weights(found).tolist() == [0, 0]
 
 
+def test_gradients_of_zero_have_no_signal_to_noise():
+    nothing = products_of(torch.zeros(8, 2, 3))
+    assert signal_to_noise(moments(nothing), torch.ones(2).double()) == 0
+    assert crossed(nothing) == 0
+
+
 def test_weights_are_judged_by_batches_that_did_not_choose_them():
     """Without any signal, weights judged by their own batches seem to show one, and here do not."""
     nothing, steps = torch.zeros(6, 40, dtype=torch.float64), torch.ones(6).double()
-    products = [products_of(drawn(12, seed, nothing, steps)) for seed in range(300)]
+    products = [products_of(drawn(12, seed, nothing, steps)) for seed in range(100)]
     own = torch.stack([signal_to_noise(m, best_weights(m)) for m in map(moments, products)])
     judged = torch.stack([crossed(one) for one in products])
-    assert own.nan_to_num().mean() > 0.01
+    assert own.mean() > 0.01
     assert judged.mean().abs() < 4 * judged.std() / len(judged) ** 0.5
 
 
-@pytest.mark.parametrize(
-    ("count", "work"), [(1, moments), (3, crossed), (2, lambda p: jackknife(p, sum))]
-)
-def test_too_few_batches_are_refused(count, work):
-    with pytest.raises(ValueError, match=f"gradients of {count} batches"):
-        work(torch.zeros(count, 2, count, 2))
+def test_weights_found_elsewhere_are_judged_here():
+    """Where the signal has moved to another step, earlier weights miss what new ones find."""
+    early = torch.tensor([[3.0, 0.0], [0.0, 0.0]])
+    ones = torch.ones(2)
+    before, after = (products_of(drawn(12, 0, means, ones)) for means in (early, early.flip(0)))
+    assert crossed(after, chosen_by=before) < 0.2 * crossed(after)
+    assert crossed(before, chosen_by=before) == crossed(before)
+
+
+def test_blocks_keep_their_half_when_others_are_left_out():
+    """Block 0 apart, the odd blocks still choose for the even ones, as if it had never been."""
+    products = products_of(drawn(8, 3, 5 * MEANS, SCALES))
+    kept = torch.arange(8) != 0
+    odd = torch.arange(8) % 2 == 1
+    halves = moments(products, odd), moments(products, kept & ~odd)
+    judged = [signal_to_noise(halves[1 - i], best_weights(half)) for i, half in enumerate(halves)]
+    assert crossed(products, kept) == pytest.approx(float(sum(judged) / 2))
+
+
+def test_the_error_of_a_mean_is_the_textbook_one():
+    values = torch.tensor([1.0, 2.0, 4.0, 8.0])
+    left = left_out(lambda kept: values[kept].mean(), 4)
+    assert float(standard_error(left)) == pytest.approx(float(values.std() / 2))
+
+
+@pytest.mark.parametrize(("count", "work"), [(1, moments), (3, crossed)])
+def test_too_few_blocks_are_refused(count, work):
+    with pytest.raises(ValueError, match="there are 1 blocks of gradients"):
+        work(Products(torch.zeros(count, 2, count, 2), torch.ones(count, dtype=torch.long)))

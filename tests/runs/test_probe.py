@@ -1,26 +1,25 @@
 """The probe's gradients are those of the update, step by step, and no weight moves."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flowalign.cli.main import main
-from flowalign.cli.probe import overlay
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
-from flowalign.runs import probe as module
-from flowalign.runs.config import load
-from flowalign.runs.probe import gradients_of_steps, probe
+from flowalign.functional.signal import moments
+from flowalign.runs import probe_sums as module
+from flowalign.runs.bench import opened
+from flowalign.runs.probe import Opened, gradients_of_steps, probe, probes
+from flowalign.runs.probe_sums import BlockSums, adam_scale, projection
+from flowalign.sampling.sde_windows import Random
+from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.types import plain_requests
-from flowalign.utils.errors import ConfigError
-from tests.fixtures.small_run import new_run
+from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards
-
-SHAPES = "configs/shapes.yaml"
 
 
 def one_batch(step_weight="uniform", micro_batch=5):
@@ -52,110 +51,180 @@ def test_they_depend_neither_on_the_micro_batch_nor_on_the_weights_of_the_steps(
             torch.testing.assert_close(found[k], gradient, atol=1e-7, rtol=1e-4)
 
 
+def test_they_do_not_depend_on_the_scale_of_a_loss_in_half_precision():
+    """A scale under which they overflow is lowered until they do not."""
+    recipe, learner, batch = one_batch()
+    batch = replace(batch, advantage=1e4 * batch.advantage)
+    reference = dict(gradients_of_steps(recipe, learner, batch))
+    learner.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    learner.scaler.scale(torch.zeros(1))
+    found = dict(gradients_of_steps(recipe, learner, batch))
+    assert learner.scaler.get_scale() < 2.0**127
+    for k, gradient in reference.items():
+        torch.testing.assert_close(found[k], gradient, atol=1e-3, rtol=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_is_told():
+    recipe, learner, batch = one_batch()
+    batch.advantage[0, 1] = torch.inf
+    with pytest.raises(TrainingFailure, match="the gradient of step 1 is not finite"):
+        dict(gradients_of_steps(recipe, learner, batch))
+
+
 @pytest.fixture
 def run(tmp_path):
     return new_run(tmp_path / "run", new_recipe(step_weight="std", micro_batch=5))
 
 
+def found_of(run, batches, moments=None):
+    _, learner, rewards, costs = opened(run)
+    found = probe(run, Opened(None, learner, rewards, costs), batches, moments)
+    assert found is not None
+    return found
+
+
 def test_no_weight_moves_and_costs_are_those_of_the_batches(run):
     run.policy.load(torch.device("cpu"))
     before = flat(run.policy.denoiser)
-    found = probe(run, 5)
+    found = found_of(run, 6)
     assert torch.equal(flat(run.policy.denoiser), before)
     assert found.steps == [0, 1, 2]
-    assert found.costs.reward_calls == found.costs.decodes == 5 * 12
-    assert found.costs.sampling_evaluations == 5 * 12 * 4
-    assert found.costs.training_evaluations == 5 * 12 * 3
-    assert found.products.shape == (5, 3, 5, 3)
-    assert not torch.equal(found.products[0, 0, 1], found.products[0, 0, 2])
+    assert found.costs.reward_calls == found.costs.decodes == 6 * 12
+    assert found.costs.sampling_evaluations == 6 * 12 * 4
+    assert found.costs.training_evaluations == 6 * 12 * 3
+    assert found.batches == 6
+    assert found.own[0] > found.own[1] > found.own[2] > 0
+    sums = found.gradient.sums
+    assert sums.shape == (6, 3, 6, 3)
+    assert not torch.equal(sums[0, 0, 1], sums[0, 0, 2])
 
 
 def test_a_critic_learns_from_batch_to_batch_and_costs_nothing(tmp_path):
     """The first batch is credited by outcome alone."""
-    plain = probe(new_run(tmp_path / "plain", new_recipe()), 5)
+    plain = found_of(new_run(tmp_path / "plain", new_recipe()), 6)
     recipe = new_recipe(credit=LambdaReturn(), critic=Critic(penalty=1.0))
-    found = probe(new_run(tmp_path / "critic", recipe), 5)
+    found = found_of(new_run(tmp_path / "critic", recipe), 6)
     assert found.costs == plain.costs
-    torch.testing.assert_close(found.products[0, :, 0], plain.products[0, :, 0])
-    assert not torch.allclose(found.products[4, :, 4], plain.products[4, :, 4], rtol=0.01)
+    ours, theirs = found.gradient.sums, plain.gradient.sums
+    torch.testing.assert_close(ours[0, :, 0], theirs[0, :, 0])
+    assert not torch.allclose(ours[4, :, 4], theirs[4, :, 4], rtol=0.01)
 
 
-def test_the_summary_has_all_figures_and_counts_each_batch(run):
-    found = probe(run, 6).summary()
-    assert [step["step"] for step in found["steps"]] == [0, 1, 2]
-    assert found["a_batch"]["network_evaluations"] == 12 * 7
-    own = [step["weight"] for step in found["steps"]]
-    assert own[0] > own[1] > own[2] > 0
-    equal, given = found["weights"]["equal"], found["weights"]["run file"]
-    assert equal["signal_to_noise"] != given["signal_to_noise"]
-    assert equal["per_1000_evaluations"] == pytest.approx(equal["signal_to_noise"] / 0.084)
+def test_figures_do_not_depend_on_the_micro_batches(tmp_path):
+    def products(folder, own, sampling):
+        recipe = new_recipe({"micro_batch": sampling}, step_weight="std", micro_batch=own)
+        found = found_of(new_run(tmp_path / folder, recipe), 6)
+        return [found.gradient.sums, found.update.sums, torch.tensor(found.norms)]
+
+    one, other = products("one", 64, 64), products("other", 3, 5)
+    for a, b in zip(one, other, strict=True):
+        assert (a - b).abs().max() < 1e-5 * a.abs().max()
+
+
+def test_norms_are_those_of_the_update_with_the_weights_of_the_run_file(run):
+    """In a run of one batch per block, they follow from the products."""
+    found = found_of(run, 6)
+    squares = torch.einsum("k,jkjl,l->j", found.own, found.gradient.sums, found.own)
+    torch.testing.assert_close(
+        torch.tensor(found.norms).double().square(), squares, rtol=1e-5, atol=0
+    )
+
+
+def test_many_batches_take_the_memory_of_sixteen_blocks():
+    sums, gradients = BlockSums(16, lambda g: g), torch.randn(40, 2, 3).double()
+    for i, batch in enumerate(gradients):
+        for k, gradient in enumerate(batch):
+            sums.add(i, k, gradient.clone())
+        sums.close(i)
+    assert sum(g.numel() for block in sums.sums for g in block.values()) == 16 * 2 * 3
+    found = sums.products([0, 1])
+    assert found.batches.tolist() == [3] * 8 + [2] * 8
+    whole = gradients.sum(0)
+    torch.testing.assert_close(found.sums.sum((0, 2)), whole @ whole.T)
+
+
+def test_steps_of_a_random_window_count_where_they_were_trained(tmp_path):
+    recipe = new_recipe({"sde_window": Random(1, 0, 3)})
+    found = found_of(new_run(tmp_path / "run", recipe), 12)
+    assert found.steps == [0, 1, 2]
+    within = found.gradient.sums.diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    assert (within.diagonal(dim1=1, dim2=2) > 0).sum(1).tolist() == [1] * 12
+
+
+def test_batches_in_which_no_reward_counts_are_no_probe(run):
+    with pytest.raises(ValueError, match="no batch trained any step"):
+        BlockSums(6, lambda g: g).products([])
+
+
+def test_the_update_is_the_gradient_over_the_root_of_its_mean_square(run):
+    """By hand from all batches: one block each, gradients multiplied by 1 / (rms + eps)."""
+    _, learner, rewards, costs = opened(run)
+    seen = {}
+    add = BlockSums.add
+
+    def watched(self, i, k, gradient):
+        seen[i, k] = gradient.clone()
+        add(self, i, k, gradient)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BlockSums, "add", watched)
+        found = probe(run, Opened(None, learner, rewards, costs), 6)
+    whole = [sum(w * seen[i, k] for k, w in enumerate(found.own)) for i in range(6)]
+    clipped = [g * min(1.0, 1.0 / float(g.norm())) for g in whole]
+    rms = torch.stack(clipped).square().mean(0).sqrt() + 1e-8
+    expected = (seen[1, 0] / rms) @ (seen[2, 1] / rms)
+    assert float(found.update.sums[1, 0, 2, 1]) == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_moments_of_a_checkpoint_are_those_that_the_optimizer_goes_on_with(tmp_path):
+    run = new_run(tmp_path / "run", device="cpu")
+    go(run)
+    state = tmp_path / "run" / "checkpoints" / "step-000005" / "state" / "training.safetensors"
+    learner = new_learner(run.policy)
+    scale = adam_scale(state, learner)
+    assert len(scale) == sum(p.numel() for p in learner.parameters)
+    again = new_run(tmp_path / "run", num_steps=5)
+    found = found_of(again, 6, state)
+    whole = found_of(again, 6)
+    torch.testing.assert_close(found.gradient.sums, whole.gradient.sums)
+    assert not torch.allclose(found.update.sums, whole.update.sums, rtol=0.1)
 
 
 def test_projected_gradients_have_the_products_of_the_whole_ones_on_average(monkeypatch):
     """Of 40 projections to 64 sums, the mean is within 5 of its standard errors."""
-    learner = new_learner()
-    size = sum(p.numel() for p in learner.parameters)
-    a, b = torch.randn(2, size, generator=torch.Generator().manual_seed(1)).unbind()
+    a, b = torch.randn(2, 400, generator=torch.Generator().manual_seed(1)).unbind()
     b = b + a
-    monkeypatch.setattr(module, "MOST_BYTES", 0)
     monkeypatch.setattr(module, "PROJECTED", 64)
     found = []
     for seed in range(40):
-        keep, is_projected = module._keeper(learner, 1, seed)
-        assert is_projected
-        assert keep(a).shape == (64,)
-        found.append(keep(a) @ keep(b))
+        project = projection(400, torch.device("cpu"), seed)
+        assert project(a).shape == (64,)
+        found.append(project(a) @ project(b))
     values = torch.stack(found)
-    assert (values.mean() - a @ b).abs() < 5 * values.std() / 40**0.5 + 1e-4
-    assert values.std() < a.norm() * b.norm()
+    assert (values.mean() - a @ b).abs() < 5 * values.std() / 40**0.5
+    assert 0 < values.std() < a.norm() * b.norm()
 
 
-@pytest.mark.parametrize("batches", [0, 3])
-def test_too_few_batches_are_refused_before_anything_loads(run, batches, monkeypatch):
-    monkeypatch.setattr(type(run.policy), "load", None)
+def test_gradients_that_need_too_much_memory_are_projected_with_and_without_moments(
+    tmp_path, monkeypatch
+):
+    run = new_run(tmp_path / "run")
+    go(run)
+    state = tmp_path / "run" / "checkpoints" / "step-000005" / "state" / "training.safetensors"
+    again = new_run(tmp_path / "run")
+    whole = found_of(again, 8, state)
+    monkeypatch.setattr(module, "MOST_BYTES", 0)
+    found, unknown = found_of(again, 8, state), found_of(again, 8)
+    assert found.is_projected
+    assert not whole.is_projected
+    assert unknown.update is None
+    for a, b in ((whole.gradient, found.gradient), (whole.update, found.update)):
+        assert moments(b).noise.diagonal().tolist() == pytest.approx(
+            moments(a).noise.diagonal().tolist(), rel=0.05
+        )
+
+
+@pytest.mark.parametrize("batches", [0, 5])
+def test_too_few_batches_are_refused_before_anything_loads(batches):
     with pytest.raises(ValueError, match=f"batches is {batches}; "):
-        probe(run, batches)
-
-
-@pytest.mark.slow
-def test_methods_are_compared_by_run_files_and_written_down(tmp_path, capsys):
-    out = tmp_path / "probe.json"
-    small = {
-        "recipe.prompts_per_step": 2,
-        "recipe.sampling.samples_per_prompt": 4,
-        "recipe.sampling.num_steps": 4,
-    }
-    options = [f"--{key}={value}" for key, value in small.items()]
-    methods = ["configs/methods/flow_grpo.yaml", "configs/methods/control_variate.yaml"]
-    command = ["probe", "configs/models/shapes.yaml", "--batches", "4", "--out", str(out)]
-    with pytest.raises(SystemExit, match="0"):
-        main([*command, *options, "--methods", *methods])
-    found = json.loads(out.read_text())
-    assert list(found) == ["flow_grpo", "control_variate"]
-    costs = [one["a_batch"]["network_evaluations"] for one in found.values()]
-    assert costs[1] > costs[0] > 0
-    assert "signal to noise" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_the_best_weights_are_a_run_file_that_is_put_after_the_others(tmp_path):
-    file, small = tmp_path / "weights.yaml", ["--recipe.prompts_per_step", "8"]
-    with pytest.raises(SystemExit, match="0"):
-        main(["probe", SHAPES, "--batches", "12", "--overlay", str(file), *small])
-    run, _ = load([SHAPES, str(file)])
-    found = run.recipe.step_weight
-    assert len(found) == 8
-    assert max(found) == 1
-    assert found[3:] == [0] * 5
-    assert run.recipe.sampling.num_steps == 8
-
-
-def test_weights_without_a_signal_are_no_run_file():
-    with pytest.raises(ConfigError, match="no step showed a signal"):
-        overlay({"step_weight": [0.0, 0.0], "batches": 4})
-
-
-@pytest.mark.parametrize("weights", ["[1.0, 2.0]", "[0, 0, 0, 0, 0, 0, 0, 0]", "[1, -1]"])
-def test_weights_that_do_not_fit_the_steps_are_refused(weights):
-    with pytest.raises(ConfigError, match=r"recipe\.step_weight"):
-        load(SHAPES, ["--recipe.step_weight", weights])
+        list(probes([], batches))
