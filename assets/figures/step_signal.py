@@ -1,10 +1,11 @@
 """Compare what the probe predicts with what short trainings gain, and draw it.
 
-    python assets/figures/signal.py runs/signal     # an hour on one core; goes on where it stopped
+    python assets/figures/step_signal.py runs/signal    # an hour on one core; goes on
 
 Every setting differs from configs/shapes.yaml by its overlay. It is probed before training, and
-trained for about BUDGET network evaluations at the demo's constant learning rate. Writes
-`signal.json` and `signal.png` beside this script. Without a folder it draws what is there.
+trained for about BUDGET network evaluations at the demo's learning rate, held constant. Writes
+`step_signal.json` and `step_signal.png` beside this script. Without a folder it draws what is
+there.
 """
 
 import json
@@ -63,8 +64,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "steps 0-1 of 6, one noise": {"sampling": window(0, 2) | ONE | {"num_steps": 6}},
     "comb, steps 0-1 of 6": arranged("Comb", 8),
     "tree, steps 0-1 of 6": arranged("Tree", 4),
-    "steps 0-1 of 8, one noise, tail of 3": {"sampling": window(0, 2) | ONE | {"tail_ratio": 0.5}},
-    "steps 0-1 of 8, one noise, tail of 2": {"sampling": window(0, 2) | ONE | {"tail_ratio": 0.34}},
+    "steps 0-1 of 8, one noise, 3 after": {"sampling": window(0, 2) | ONE | {"tail_ratio": 0.5}},
+    "steps 0-1 of 8, one noise, 2 after": {"sampling": window(0, 2) | ONE | {"tail_ratio": 0.34}},
 }
 
 
@@ -126,20 +127,29 @@ def draw(rows: list[dict[str, Any]]) -> float:
     x = [per_thousand(row) for row in rows]
     y = [row["after"] - row["before"] for row in rows]
     axes.errorbar(x, y, xerr=[per_thousand(row, "error") for row in rows], fmt="o", ms=5, lw=0.8)
-    for row, left, height in zip(rows, x, y, strict=True):
-        axes.annotate(row["setting"], (left, height), (4, 4), textcoords="offset points", size=7.5)
+    for i, (row, left, height) in enumerate(zip(rows, x, y, strict=True)):
+        crowded = any(
+            abs(left - a) < 0.03 and 0 <= b - height < 0.008
+            for j, (a, b) in enumerate(zip(x, y, strict=True))
+            if j != i
+        )
+        side = "right" if left > 0.05 else "left"
+        offset = (-5 if side == "right" else 5, -11 if crowded else 4)
+        axes.annotate(
+            row["setting"], (left, height), offset, textcoords="offset points", size=7.5, ha=side
+        )
     axes.set(
         xlabel="signal to noise per 1000 network evaluations, before training",
         ylabel=f"gain of strict after {BUDGET:,} network evaluations",
     )
     axes.axhline(0, color="#999999", lw=0.8)
     axes.grid(alpha=0.3)
-    fig.savefig(HERE / "signal.png")
+    fig.savefig(HERE / "step_signal.png")
     return rank_correlation(x, y)
 
 
 if __name__ == "__main__":
-    file = HERE / "signal.json"
+    file = HERE / "step_signal.json"
     if len(sys.argv) > 1:
         file.write_text(json.dumps(measured(Path(sys.argv[1])), indent=2) + "\n")
     print(f"rank correlation {draw(json.loads(file.read_text())):.2f}")  # noqa: T201
