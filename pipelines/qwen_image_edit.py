@@ -59,7 +59,7 @@ class QwenImageEdit(QwenImage):
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
-        references: References = References(),  # noqa: B008 (frozen)
+        references: References = References(),
     ):
         super().__init__(
             path,
