@@ -13,7 +13,7 @@ from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
-from pipelines.encoding import covering, digest, probe
+from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -156,16 +156,9 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
-        if media.shape[1] != 1:
-            raise ValueError(f"media of {media.shape[1]} frames: {self.path} encodes 1, a picture")
-        pixels = media[:, 0].to(self.pipe.vae.device, torch.float32)
-        return self.latents(2 * covering(pixels, self.height, self.width) - 1)
-
-    def latents(self, media: Tensor) -> Tensor:
-        """Encode pictures, or clips, in [-1, 1] to normalised latents (the mode)."""
-        vae = self.pipe.vae
-        z = vae.encode(media, return_dict=False)[0].mode()
-        return (z - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+        pixels = media.to(self.pipe.vae.device, torch.float32)
+        pictures = only_frame(pixels, self.height, self.width, self.path)
+        return scaled_latents(self.pipe.vae, pictures)
 
     def encoders(self) -> tuple[str, str]:
         vae, parts = self.pipe.vae, self.pipe.components

@@ -33,6 +33,25 @@ def covering(
     return pictures[..., top : top + height, left : left + width]
 
 
+def only_frame(
+    media: Float[Tensor, "n F 3 h w"], height: int, width: int, path: str
+) -> Float[Tensor, "n 3 height width"]:
+    """Return media of one frame as pictures in [-1, 1] that cover a size, for the model at `path`.
+
+    Raises:
+        ValueError: They have several frames.
+    """
+    if media.shape[1] != 1:
+        raise ValueError(f"media of {media.shape[1]} frames: {path} encodes 1, a picture")
+    return 2 * covering(media[:, 0], height, width) - 1
+
+
+def scaled_latents(vae: Any, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n C h2 w2"]:
+    """Encode pictures in [-1, 1] to latents (the mode), normalised by one shift and one factor."""
+    z = vae.encode(pictures, return_dict=False)[0].mode()
+    return (z - (vae.config.shift_factor or 0.0)) * vae.config.scaling_factor
+
+
 def digest(module: nn.Module, config: Mapping[str, Any], *settings: object) -> str:
     """Return 16 hexadecimal digits that identify an encoder with these settings.
 

@@ -10,7 +10,7 @@ from torch.nn.functional import pixel_unshuffle
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
-from pipelines.encoding import covering
+from pipelines.encoding import covering, scaled_latents
 from pipelines.flux1 import LORA, Flux1
 from pipelines.packing import pack, positions
 from pipelines.references import check_taken, hole_of
@@ -79,5 +79,5 @@ class Flux1Fill(Flux1):
         hole = hole_of(request.mask, picture, self.height, self.width).to(device, torch.float32)
         pixels = covering(picture.to(device, torch.float32), self.height, self.width)
         side = self.height // (2 * self.grid[0])
-        known = self.latents((2 * pixels - 1) * (1 - hole))
+        known = scaled_latents(self.pipe.vae, (2 * pixels - 1) * (1 - hole))
         return torch.cat([known, pixel_unshuffle(hole, side)], 1)

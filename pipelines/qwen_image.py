@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.encoding import only_frame
 from pipelines.packing import pack, unpack
 from pipelines.schedules import sized_sigmas
 from pipelines.weights import Lora
@@ -114,9 +115,15 @@ class QwenImage(DiffusersPolicy):
         image = self.pipe.vae.decode((x * std + mean)[:, :, None], return_dict=False)[0]
         return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)
 
-    def latents(self, media: Tensor) -> Tensor:
+    @torch.no_grad()
+    def embed(self, media: Tensor) -> Tensor:
+        pixels = media.to(self.pipe.vae.device, torch.float32)
+        return self.latents(only_frame(pixels, self.height, self.width, self.path))
+
+    def latents(self, pictures: Tensor) -> Tensor:
+        """Encode pictures in [-1, 1] to normalised latents (the mode)."""
         mean, std = self._channelwise()
-        z = self.pipe.vae.encode(media[:, :, None], return_dict=False)[0].mode()
+        z = self.pipe.vae.encode(pictures[:, :, None], return_dict=False)[0].mode()
         return (z[:, :, 0] - mean) / std
 
     def _channelwise(self) -> list[Tensor]:

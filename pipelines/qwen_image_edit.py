@@ -1,6 +1,7 @@
 """Wraps Qwen-Image-Edit Plus as a flowalign policy: requests come with one to several pictures."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -21,18 +22,30 @@ from pipelines.references import check_taken, cropped
 from pipelines.weights import Lora
 
 
+@dataclass(frozen=True, kw_only=True)
+class References:
+    """Configures the pictures of a request, as the text encoder and the network see them."""
+
+    most: PositiveInt = 1
+    """Number of pictures that a request may have."""
+    area: PositiveInt = 1024 * 1024
+    """Pixels of each picture that the network sees. Default: those of the pipeline."""
+    max_tokens: PositiveInt = 1024
+    """Tokens of an instruction together with its pictures, to which all are padded."""
+
+
 class QwenImageEdit(QwenImage):
     """Wraps a `QwenImageEditPlusPipeline` folder or hub identifier as an editing policy.
 
-    A request has one to `max_references` pictures. They are cropped around their centre to the
+    A request has one to `references.most` pictures. They are cropped around their centre to the
     proportions of the policy's size, then treated as in the pipeline: the text encoder sees them
     with the instruction, and with the negative prompt, at 384 x 384 pixels, and the network at
-    `reference_area` pixels, which are 1024 x 1024 in the pipeline.
+    `references.area` pixels, which are 1024 x 1024 in the pipeline.
 
     `cond` holds, beside the text, "sources": latents of the pictures, and "count": how many there
     are. Requests of several numbers of pictures are evaluated one number after another. Text and
-    pictures together have at most `max_sequence_length` tokens; the pipeline cuts nothing, so a
-    longer instruction is refused.
+    pictures together have at most `references.max_tokens`; the pipeline cuts nothing, so a longer
+    instruction is refused.
     """
 
     pipeline_class = QwenImageEditPlusPipeline
@@ -45,10 +58,8 @@ class QwenImageEdit(QwenImage):
         guidance: Guidance = 4.0,
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
-        max_sequence_length: PositiveInt = 1024,
         gradient_checkpointing: bool = False,
-        max_references: PositiveInt = 1,
-        reference_area: PositiveInt = 1024 * 1024,
+        references: References = References(),
     ):
         super().__init__(
             path,
@@ -57,29 +68,28 @@ class QwenImageEdit(QwenImage):
             guidance,
             lora,
             precision,
-            max_sequence_length,
+            references.max_tokens,
             gradient_checkpointing,
         )
-        self.max_references, self.reference_area = max_references, reference_area
-        self.film = (reference_area,)
-        self.takes = Takes(references=(1, max_references), kind="source")
+        self.references, self.film = references, (references.area,)
+        self.takes = Takes(references=(1, references.most), kind="source")
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         shape = super().shape_of_latents(transformer, vae)
-        width, height = calculate_dimensions(self.reference_area, self.width / self.height)
+        width, height = calculate_dimensions(self.references.area, self.width / self.height)
         patch = self.height // self.grid[0]
         self.reference_grid = height // patch, width // patch
         if not all(self.reference_grid):
             raise ValueError(
-                f"reference_area is {self.reference_area}: "
+                f"policy.references.area is {self.references.area}: "
                 f"pictures of {width}x{height} have no tokens"
             )
         return shape
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
-        pictures = self.max_references * prod(self.reference_grid)
+        pictures = self.references.most * prod(self.reference_grid)
         return super().num_tokens(latent_shape, transformer) + pictures
 
     @torch.no_grad()
@@ -111,17 +121,17 @@ class QwenImageEdit(QwenImage):
         if text.shape[1] > self.max_sequence_length:
             raise ValueError(
                 f"{prompt!r} with its {len(pictures)} pictures has {text.shape[1]} tokens; "
-                f"policy.max_sequence_length is {self.max_sequence_length}"
+                f"policy.references.max_tokens is {self.references.max_tokens}"
             )
         return padded(text, mask, self.max_sequence_length)
 
     def _sources(self, pictures: list[Image.Image]) -> Tensor:
-        """Return latents [1, max_references, C, h, w] of the pictures, and zeros behind them."""
+        """Return latents [1, references.most, C, h, w] of the pictures, and zeros behind them."""
         patch, device = self.height // self.grid[0], self.pipe.vae.device
         height, width = (patch * side for side in self.reference_grid)
         pixels = [self.pipe.image_processor.preprocess(p, height, width) for p in pictures]
         known = torch.cat([self.latents(one.to(device)) for one in pixels])
-        absent = known.new_zeros(self.max_references - len(known), *known.shape[1:])
+        absent = known.new_zeros(self.references.most - len(known), *known.shape[1:])
         return torch.cat([known, absent])[None]
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:

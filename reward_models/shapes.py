@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from reward_models.regions import best_shape, centroid, components
 
 COLOURS = {
     "red": (220, 50, 47),
@@ -129,7 +130,7 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
     """Segment images in [0, 1] by distance from the background and describe each region."""
     pixels = images * 255
     foreground = _distance(pixels, torch.tensor([BACKGROUND]))[:, 0] > 70
-    labels = _components(foreground)
+    labels = components(foreground)
     area = torch.zeros(len(images), labels[0].numel() + 1)
     area.scatter_add_(1, labels.flatten(1), torch.ones_like(labels.flatten(1), dtype=area.dtype))
     area[:, 0] = 0
@@ -143,7 +144,7 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
         shape = (*present.shape, *of_regions.shape[1:])
         return of_regions.new_zeros(shape).index_put_((picture, k), of_regions)
 
-    shape, fit, centre, half = map(padded, _describe_shape(mask))
+    shape, fit, centre, half = map(padded, best_shape(mask))
     colour, purity = map(padded, _describe_colour(pixels, picture, mask))
     inside = (size * present).sum(1)
     dirt = 1 - inside / foreground.flatten(1).sum(1).clamp(min=1)
@@ -155,7 +156,7 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
         fit,
         centre,
         half,
-        padded(_centroid(mask)),
+        padded(centroid(mask)),
         size * present,
         dirt,
     )
@@ -163,50 +164,6 @@ def find_objects(images: Float[Tensor, "n 3 H W"]) -> Objects:
 
 def _distance(pixels: Float[Tensor, "n 3 H W"], colours: Tensor) -> Float[Tensor, "n C H W"]:
     return (pixels[:, None] - colours[None, :, :, None, None]).square().sum(2).sqrt()
-
-
-def _components(mask: Bool[Tensor, "n H W"]) -> Int[Tensor, "n H W"]:
-    """Label eight-connected components by spreading the largest label; 0 is background."""
-    labels = torch.arange(1, mask[0].numel() + 1, dtype=torch.float32).view(mask[0].shape) * mask
-    while True:
-        spread = F.max_pool2d(labels[:, None], 3, 1, 1)[:, 0] * mask
-        if torch.equal(spread, labels):
-            return labels.long()
-        labels = spread
-
-
-def _describe_shape(mask: Bool[Tensor, "m H W"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find each region's best ideal shape and their IoU, and its box's centre and half size."""
-    u, half_x, centre_x = _box_coordinates(mask.any(1))
-    w, half_y, centre_y = _box_coordinates(mask.any(2))
-    u, w = u[:, None, :], w[:, :, None]
-    inside = (u.abs() <= 1) & (w.abs() <= 1)
-    ideals = torch.stack(
-        [u**2 + w**2 <= 1.08, inside, inside & (u.abs() <= (w + 1) / 2 + 0.1)], dim=1
-    )
-    overlap = (ideals & mask[:, None]).flatten(2).sum(2)
-    union = (ideals | mask[:, None]).flatten(2).sum(2).clamp(min=1)
-    # A sliver fits any ideal in its own bounding box, so regions far from square lose fit.
-    aspect = torch.minimum(half_x, half_y) / torch.maximum(half_x, half_y).clamp(min=0.5)
-    fit, shape = (overlap / union).max(1)
-    fit = fit * (aspect / 0.75).clamp(max=1)
-    centre, half = torch.stack([centre_x, centre_y], 1), torch.stack([half_x, half_y], 1)
-    return shape, fit, centre, half
-
-
-def _box_coordinates(occupied: Bool[Tensor, "m L"]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return coordinates with the occupied range scaled to [-1, 1], its half width and centre."""
-    index = torch.arange(occupied.shape[-1], dtype=torch.float32)
-    low = torch.where(occupied, index, torch.inf).amin(-1)
-    high = torch.where(occupied, index, -torch.inf).amax(-1)
-    half, centre = (high - low + 1) / 2, (high + low) / 2
-    return (index - centre[..., None]) / half[..., None], half, centre
-
-
-def _centroid(mask: Bool[Tensor, "m H W"]) -> Float[Tensor, "m 2"]:
-    area = mask.flatten(1).sum(1)
-    sums = [(mask.sum(axis) * torch.arange(mask.shape[3 - axis])).sum(1) for axis in (1, 2)]
-    return torch.stack([along / area for along in sums], 1)
 
 
 def _describe_colour(

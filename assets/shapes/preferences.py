@@ -17,7 +17,7 @@ from torchvision.utils import save_image
 from world import splits
 
 from flowalign.sampling.rollout import generate
-from flowalign.types import MediaBatch
+from flowalign.types import MediaBatch, plain_requests
 from flowalign.utils.seeds import generator
 from pipelines.sd3 import SD3
 from reward_models.shapes import ShapesVerifier

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, Literal
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.data.requests import located_requests
 from flowalign.rewards.composite import Rewards
@@ -26,6 +26,7 @@ from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of
 from flowalign.utils.setting_groups import (
     check_arguments,
     check_groups,
+    set_null,
     with_whole_option,
 )
 
@@ -186,9 +187,7 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     origins = {**composed.origins, **dict.fromkeys(given, "command line")}
     try:
         check_arguments(composed.values)
-        parsed = parser.parse_args(
-            ["--config", yaml.safe_dump(composed.values, sort_keys=False), *dashed]
-        )
+        parsed = _parsed(parser, composed.values, dashed)
         check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, Run):
             raise ConfigError(f"{origin_of(origins, key) or shown}: {key} is {what}")
@@ -216,6 +215,28 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Run, None, fail_untyped=True)
     return parser
+
+
+def _parsed(parser: ArgumentParser, values: Mapping[str, Any], dashed: Sequence[str]) -> Namespace:
+    """Return the settings of files and overrides; those that become null are set at the end."""
+    file = ["--config", yaml.safe_dump(values, sort_keys=False)]
+    keys = [option.partition("=")[0].lstrip("-") for option in dashed]
+    nulls = {
+        option: key
+        for place, (option, key) in enumerate(zip(dashed, keys, strict=True))
+        if option.partition("=")[2] in _NULLS
+        and not any(f"{later}.".startswith(f"{key}.") for later in keys[place + 1 :])
+    }
+    others = [option for option in dashed if option not in nulls]
+    parsed = parser.parse_args([*file, *others])
+    if unknown := [option for option, key in nulls.items() if not set_null(parsed, key)]:
+        parsed = parser.parse_args([*file, *others, *unknown])
+        for key in nulls.values():
+            set_null(parsed, key)
+    return parsed
+
+
+_NULLS = ("null", "~")
 
 
 def _with_dashes(overrides: Sequence[str]) -> list[str]:

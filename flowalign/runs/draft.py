@@ -233,5 +233,6 @@ def _names(kind: str) -> list[str]:
 
 
 def _meant(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, 1, cutoff=0.5)
+    begun = [one for one in known if name and one.startswith(name)]
+    near = begun or difflib.get_close_matches(name, known, 1, cutoff=0.5)
     return f";\ndid you mean {near[0]}?" if near else ""

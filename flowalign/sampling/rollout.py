@@ -34,16 +34,15 @@ def sample(
     """Draw `cfg.samples_per_prompt` trajectories per request, whose steps in `steps` are trained.
 
     Each request has its own generator: how requests are spread over processes changes no draw. The
-    states in `finish` are completed on the way: their completions take each step in one network
-    call with the trajectories, so that there are T calls, however many states are completed.
+    states in `finish` are completed on the way, each step in one network call with the
+    trajectories: there are T calls, however many states are completed.
     """
     trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, ode, means = BatchedCompletion(trajectory, finish), _ODE(cfg, steps), {}
     noisy, skipped = cfg.stochastic(steps), cfg.skipped(steps)
-    states: dict[int, Tensor] = {}
-    hidden: dict[int, Tensor] = {}
+    states, hidden = dict[int, Tensor](), dict[int, Tensor]()
 
     def put(k: int) -> None:
         if keep.states is None or k in keep.states:

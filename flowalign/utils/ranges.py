@@ -4,7 +4,7 @@
     quality: Annotated[int, Range(least=1, most=100)] = 95
 
 Every number is finite, whether it says a range or not: one that is not a number passes every
-comparison with a bound that is written the wrong way round.
+comparison with a bound that is written the wrong way round. Null is taken where a type allows None.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ Decay: TypeAlias = Annotated[float, Range(least=0, below=1)]
 
 
 def out_of_range(settings: object, kind: type) -> Iterator[tuple[str, str]]:
-    """Yield the dotted key of every number outside its range, and what it must be.
+    """Yield the key of every number outside its range and of every wrong null, and what it must be.
 
     `settings` are those of an object of this kind as a file gives them, components as `class_path`
     and `init_args`. Nothing is built.
@@ -94,18 +94,20 @@ def require_ranges(settings: object, name: str) -> None:
 def numbers(kind: type) -> Mapping[str, Any]:
     """Return the annotation of each setting of a class, by its name."""
     annotations = typing.get_type_hints(kind.__init__, include_extras=True)
-    names = inspect.signature(kind).parameters
-    return {name: annotations[name] for name in names if name in annotations}
+    known = inspect.signature(kind).parameters.items()
+    return {
+        name: annotations[name] | None if one.default is None else annotations[name]
+        for name, one in known
+        if name in annotations
+    }
 
 
 def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, bool) or value is None or isinstance(value, str):
+    if isinstance(value, bool | str):
         return
-    if isinstance(value, int | float):
-        ranges = list(_ranges(annotation))
-        if ranges and not any(value in allowed for allowed in ranges):
-            said = " or ".join(allowed.said_to(value) for allowed in ranges)
-            yield key, f"{_shown(value)}; it must be {said}"
+    if value is None or isinstance(value, int | float):
+        if what := _misfit(value, annotation):
+            yield key, what
     elif (settings := _settings(value)) is not None:
         kinds = [_named(settings["class_path"])] if "class_path" in settings else _types(annotation)
         given = settings.get("init_args") if "class_path" in settings else settings
@@ -114,6 +116,18 @@ def _wrong(value: object, annotation: Any, key: str) -> Iterator[tuple[str, str]
     elif isinstance(value, Sequence):
         for i, item in enumerate(value):
             yield from _wrong(item, _item(annotation, i), f"{key}.{i}")
+
+
+def _misfit(value: int | float | None, annotation: Any) -> str:
+    """Return what is wrong with a null or a number; empty if nothing is."""
+    if value is None:
+        kinds = list(_alternatives(annotation))
+        return "" if None in kinds else f"null; it must be {' or '.join(map(str, kinds))}"
+    ranges = list(_ranges(annotation))
+    if not ranges or any(value in allowed for allowed in ranges):
+        return ""
+    said = " or ".join(allowed.said_to(value) for allowed in ranges)
+    return f"{_shown(value)}; it must be {said}"
 
 
 def _wrong_in(settings: Mapping[str, Any], kind: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -138,6 +152,32 @@ def _ranges(annotation: Any) -> Iterator[Range]:
     elif _is_union(annotation):
         for member in typing.get_args(annotation):
             yield from _ranges(member)
+
+
+def _alternatives(annotation: Any) -> Iterator[object]:
+    """Yield what an annotation allows, in words; None where that is null, or anything."""
+    origin, inside = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        ranges = list(_ranges(annotation))
+        yield from [one.said_to(0) for one in ranges] if ranges else _alternatives(inside[0])
+    elif _is_union(annotation):
+        for member in inside:
+            yield from _alternatives(member)
+    elif origin is typing.Literal:
+        yield from inside
+    elif inspect.isclass(origin or annotation) and annotation not in (Any, object, types.NoneType):
+        yield _KINDS.get(origin or annotation, (origin or annotation).__name__)
+    else:
+        yield None
+
+
+_KINDS = {
+    **dict.fromkeys((int, float), "a number"),
+    **dict.fromkeys((list, tuple, Sequence), "a list"),
+    **dict.fromkeys((dict, Mapping), "a mapping"),
+    str: "a text",
+    bool: "true or false",
+}
 
 
 def _types(annotation: Any) -> list[Any]:

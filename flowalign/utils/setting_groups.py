@@ -7,7 +7,7 @@ from functools import cache
 from inspect import isclass
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 
 _CLASS, _ARGUMENTS = "class_path", "init_args"
 _NO_VALUE = "expected one argument"
@@ -45,6 +45,21 @@ def check_arguments(values: Any, above: str = "") -> None:
     inner = enumerate(values) if isinstance(values, list) else inner
     for name, value in inner:
         check_arguments(value, f"{above}{name}.")
+
+
+def set_null(settings: object, key: str) -> bool:
+    """Set a parsed setting to null; return whether there is one of this dotted key.
+
+    The parser of a component would read the null of an option as the text None.
+    """
+    *above, last = [name for name in key.split(".") if name != _ARGUMENTS]
+    inner = _settings(settings)
+    for name in above:
+        inner = _settings(inner.get(name))
+    if last not in inner:
+        return False
+    inner[last] = None
+    return True
 
 
 def with_whole_option(message: str, overrides: Sequence[str]) -> str:
@@ -95,6 +110,14 @@ def _misfits(
                 yield above + group, value, [name.rpartition(".")[2] for name in inside]
     for key, component in _components(values, above):
         yield from _misfits(component[_ARGUMENTS], parser_of(component[_CLASS]), f"{key}.")
+
+
+def _settings(value: object) -> dict[str, Any]:
+    """Return the settings of a group or the arguments of a component, which may be changed."""
+    found = vars(value) if isinstance(value, Namespace) else value
+    if not isinstance(found, dict):
+        return {}
+    return _settings(found.get(_ARGUMENTS)) if _CLASS in found else found
 
 
 def _at(values: Mapping[str, Any], key: str) -> Any:

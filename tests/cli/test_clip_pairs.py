@@ -20,6 +20,7 @@ from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
 from flowalign.runs.compose import compose
+from flowalign.types import prompts_of
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 pytestmark = pytest.mark.slow
@@ -241,10 +242,10 @@ def test_a_prompt_that_the_policy_does_not_know_is_named_and_skipped(
 ):
     encode = VideoPixel.encode
 
-    def known(self, prompts):
-        if "ccc" in prompts:
-            raise ValueError("1 prompt(s) without a picture in x.jsonl, for example 'ccc'")
-        return encode(self, prompts)
+    def known(self, requests):
+        if "ccc" in prompts_of(requests):
+            raise ValueError("1 request(s) without a picture, for example 'ccc'")
+        return encode(self, requests)
 
     monkeypatch.setattr(VideoPixel, "encode", known)
     assert exit_code("clip-pairs", written(LOCAL, max_dropped_fraction=0.2)) == 0

@@ -38,7 +38,7 @@ def test_verbs_that_say_how_to_go_on_exit_alike(number, code, monkeypatch, tmp_p
     monkeypatch.setattr(clip_pairs_run, "load", stopped)
     assert exit_code("clip-pairs", "a.yaml") == code
     assert "the same command goes on" in capsys.readouterr().err
-    monkeypatch.setattr(sample, "_request", stopped)
+    monkeypatch.setattr(sample, "_job", stopped)
     assert exit_code("sample", "a.yaml", "--prompt", "a") == code
     assert "the same command goes on" in capsys.readouterr().err
 

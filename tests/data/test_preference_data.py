@@ -335,7 +335,7 @@ def test_columns_of_other_datasets_do_not_pass_for_those_of_a_pair(folder):
         "ranks": [1, 2],
         "weight": "heavy",
         "stage": "final",
-        "mask": 3,
+        "mask": "mask.png",
         "segments": 1,
         "user_id": None,
     }

@@ -36,6 +36,10 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/pcpo.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/precise.yaml"],
     ["configs/models/shapes.yaml", "configs/methods/measured_weights.yaml"],
+    ["configs/models/shapes.yaml", "configs/methods/control_variate_late.yaml"],
+    ["configs/models/shapes.yaml", "configs/methods/critic.yaml"],
+    ["configs/models/shapes.yaml", "configs/methods/critic_lambda.yaml"],
+    ["configs/models/shapes.yaml", "configs/methods/rloo.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
 ]
 """Runs that version 0.1 did not have."""

@@ -65,6 +65,48 @@ def test_an_override_names_the_group_and_the_value(key, value):
     assert expected.replace(" ", "") in refusal(SHAPES, f"{key}={value}").replace(" ", "")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["--recipe.sampling.tail_ratio", "null"], "sampling.tail_ratio"),
+        (["recipe.sampling.tail_ratio=0.5", "recipe.sampling.tail_ratio=~"], "sampling.tail_ratio"),
+        (["recipe.critic={}", "recipe.critic=null"], "critic"),
+    ],
+)
+def test_null_reaches_settings_inside_components_that_may_be_null(overrides, key):
+    value = load(str(SHAPES), overrides)[0].recipe
+    for name in key.split("."):
+        value = getattr(value, name)
+    assert value is None
+
+
+def test_what_is_set_after_a_null_counts():
+    recipe = load(
+        str(SHAPES), ["recipe.rollout_batch_prompts=null", "recipe.rollout_batch_prompts=2"]
+    )
+    assert recipe[0].recipe.rollout_batch_prompts == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        ("recipe.step_weight", "uniform or .*dt.*MeasuredWeight"),
+        ("recipe.micro_batch", "at least 1"),
+        ("recipe.credit", "CreditEstimator"),
+        ("recipe.prompts", "a text"),
+        ("seed", "at least 0"),
+        ("rewards", "a list"),
+    ],
+)
+def test_null_is_refused_by_name_for_other_settings(key, allowed):
+    with pytest.raises(ConfigError, match=rf"^command line: {key} is null; it must be {allowed}"):
+        load(str(SHAPES), [f"--{key}", "null"])
+
+
+def test_null_for_a_setting_that_is_unknown_names_the_one_that_was_meant():
+    assert "sampling.tail_ratio?" in refusal(SHAPES, "recipe.sampling.tail_rato=null")
+
+
 def test_the_settings_of_a_group_are_listed(tmp_path):
     assert refusal(written(tmp_path, "checkpoints", 3)).endswith("settings: every, keep, verify")
 

@@ -101,6 +101,20 @@ def test_a_number_is_held_against_the_range_of_its_own_place():
     assert found(word=0).keys() == {"word"}
 
 
+def test_null_is_taken_where_a_type_or_a_default_allows_it_and_refused_with_what_is_allowed():
+    assert found(either=None) == {}
+    assert found(count=None) == {"count": "null; it must be at least 1"}
+    assert found(word=None) == {"word": "null; it must be a text or at least 1"}
+    assert found(several=[1, None]) == {"several.1": "null; it must be at least 1"}
+    assert found(pair=None, weights=None, on=None, inner=None) == {
+        "pair": "null; it must be a list",
+        "weights": "null; it must be a mapping",
+        "on": "null; it must be true or false",
+        "inner": "null; it must be Inner",
+    }
+    assert found(unknown=None) == {}
+
+
 def test_numbers_of_components_are_those_of_the_class_that_is_named():
     path = f"{Other.__module__}.Other"
     assert found(inner={"rate": 2.0}).keys() == {"inner.rate"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flowalign.types import Request
-from pipelines.qwen_image_edit import QwenImageEdit
+from pipelines.qwen_image_edit import QwenImageEdit, References
 from tests.fixtures.embedded import move
 from tests.fixtures.families import assert_official, noise, ours, rows
 from tests.fixtures.pictures import EDITS, picture
@@ -33,7 +33,7 @@ def test_requests_of_one_and_two_pictures_are_the_official_pipeline_s(qwen_edit,
 
 
 def test_the_size_of_pictures_does_not_follow_the_policy_s(qwen_edit):
-    policy = qwen_edit.new(height=32, width=64, reference_area=96 * 96)
+    policy = qwen_edit.new(height=32, width=64, references=References(area=96 * 96))
     assert policy.reference_grid == (4, 8)  # 64 x 128 pixels: sides are multiples of 32
     edits = [replace(e, references=(picture(k, 32, 64),)) for k, e in enumerate(EDITS)]
     assert_official(qwen_edit, policy, edits, num_steps=2)
@@ -84,20 +84,22 @@ def test_an_instruction_that_is_too_long_with_its_pictures_is_refused_and_not_cu
 
 
 def test_the_memory_estimate_counts_the_tokens_of_all_pictures(qwen_edit):
-    size = {"height": 48, "width": 64, "max_sequence_length": 100, "reference_area": 64 * 64}
-    plans = [QwenImageEdit(qwen_edit.path, **size, max_references=n).plan() for n in (1, 3)]
-    for plan, n in zip(plans, (1, 3), strict=True):
+    for n in (1, 3):
+        references = References(most=n, area=64 * 64, max_tokens=100)
+        plan = QwenImageEdit(qwen_edit.path, height=48, width=64, references=references).plan()
         assert plan.activation_bytes == 2 * 34 * (3 * 4 + 4 * 4 * n + 100) * 32 * 2
 
 
 def test_an_area_without_a_token_is_refused(qwen_edit):
-    policy = QwenImageEdit(qwen_edit.path, height=48, width=64, reference_area=10)
-    with pytest.raises(ValueError, match="reference_area is 10: pictures of 0x0 have no tokens"):
+    tiny = References(area=10)
+    policy = QwenImageEdit(qwen_edit.path, height=48, width=64, references=tiny)
+    with pytest.raises(ValueError, match=r"references\.area is 10: pictures of 0x0 have no tokens"):
         policy.plan()
 
 
 def test_the_size_of_pictures_is_part_of_the_encoders_names(qwen_edit, plain_edit):
-    assert qwen_edit.new(reference_area=96 * 96).encoders()[1] != plain_edit.encoders()[1]
+    larger = replace(plain_edit.references, area=96 * 96)
+    assert qwen_edit.new(references=larger).encoders()[1] != plain_edit.encoders()[1]
 
 
 def test_one_picture_gives_the_latents_of_the_official_pipeline_alone(qwen_edit, plain_edit):

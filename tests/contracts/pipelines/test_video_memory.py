@@ -181,12 +181,7 @@ def test_tiles_with_chunks_and_chunks_of_nothing_are_refused(folders):
 @pytest.mark.parametrize("offload", [False, True])
 def test_encoders_of_prompts_stay_on_the_cpu_when_they_are_offloaded(folders, offload):
     """The meta device stands for a GPU."""
-    policy = tiny_video(
-        WanI2V,
-        folders["i2v"],
-        offload_text=offload,
-        images=f"{folders['i2v']}/images.jsonl",
-    )
+    policy = tiny_video(WanI2V, folders["i2v"], offload_text=offload)
     policy.load(torch.device("meta"))
     for name, part in policy.pipe.components.items():
         if isinstance(part, torch.nn.Module):

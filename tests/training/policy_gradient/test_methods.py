@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flowalign.training.policy_gradient.batches import parts
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.plan import evaluations
 from flowalign.training.policy_gradient.rollouts import completion_values, rollout
@@ -55,8 +56,21 @@ def test_a_step_costs_what_the_plan_says(recipe):
     update(recipe, learner, batch, 0, 0)
     if type(recipe.credit).__name__ == "Contrast" or recipe.algorithm.pairs:
         assert 0 < costs.training_evaluations <= 3 * wanted["training"], "only extremes are trained"
+    elif recipe.updates_per_step > 1 and type(sampling.branching).__name__ != "Chain":
+        # siblings may fall into several updates, each of which then evaluates their state
+        assert costs.training_evaluations == states_of_updates(recipe, batch)
+        assert costs.training_evaluations <= 3 * wanted["training"]
     else:
         assert costs.training_evaluations == 3 * wanted["training"]
+
+
+def states_of_updates(recipe, batch) -> int:
+    """The states that trained transitions leave, counted in each update by itself."""
+    orders = [generator(0, "order", 0, epoch) for epoch in range(recipe.epochs_per_step)]
+    updates = [part for order in orders for part in parts(batch, recipe.updates_per_step, order)]
+    source, steps = batch.trajectory.rows.source_row, range(batch.mask.shape[1])
+    left = [source[part[batch.mask[part, k]], k] for part in updates for k in steps]
+    return sum(len(states.unique()) for states in left)
 
 
 def test_it_moves_the_weights_towards_the_reward(recipe):
