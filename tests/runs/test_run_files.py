@@ -37,6 +37,9 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/precise.yaml"],
     ["configs/models/shapes.yaml", "configs/methods/measured_weights.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
+    ["configs/shapes_edit.yaml"],
+    ["configs/shapes_edit_tempflow.yaml"],
+    ["configs/preference/shapes_edit_dpo.yaml"],
 ]
 """Runs that version 0.1 did not have."""
 
