@@ -70,9 +70,7 @@ def changed(some: Sequence[Edit], before: Tensor, after: Tensor) -> list[int]:
 
 def figure(some: Sequence[Edit], before: Tensor, after: Tensor, chosen: Sequence[int]) -> None:
     """Draw four pictures for each chosen request, `EACH` requests in a row."""
-    fig, axes = plt.subplots(
-        len(EDITS), 4 * EACH, figsize=(11, 6.6), dpi=100, layout="constrained"
-    )
+    fig, axes = plt.subplots(len(EDITS), 4 * EACH, figsize=(11, 6.6), dpi=100, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
     for k, i in enumerate(chosen):
@@ -99,7 +97,9 @@ def main() -> None:
     some = [edit for name in ("seen", "unseen") for edit in splits()[name]]
     pipe = FluxKontextPipeline.from_pretrained(MODEL)
     before = results(pipe, some)
-    pipe.load_lora_weights(newest(folders[0]) / "ema")
+    newest = latest(folders[0] / "checkpoints")
+    assert newest, f"{folders[0]} has no checkpoint"
+    pipe.load_lora_weights(newest / "ema")
     after = results(pipe, some)
     figure(some, before, after, changed(some, before, after))
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
