@@ -1,11 +1,15 @@
-"""Draw what the embedded editing model makes of held-out requests, beside what was wanted.
+"""Draw what runs on the embedded editing model made of it, from finished runs of several seeds.
 
-    PYTHONPATH=assets/shapes:assets/shapes_edit python assets/figures/shapes_edit.py
+    PYTHONPATH=assets/shapes:assets/shapes_edit python assets/figures/shapes_edit.py RUN [RUN ...]
 
-Writes `shapes_edit.png`: source, instruction, result and target, two requests of every verb a side.
+Writes `shapes_edit.png` (source, result before and after the first run, and what was wanted; held
+out, two requests of every verb of which one result is right and one is not) and `shapes_edit.json`
+(numbers of all runs) beside this script.
 """
 
 import argparse
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,15 +18,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from diffusers import FluxKontextPipeline
-from edited_world import Edit, picture, splits
+from edited_world import EDITS, Edit, picture, splits
 from torch import Tensor
 from train import TOKENS
 
+from flowalign.training.checkpoint import latest
+from flowalign.types import MediaBatch
+from reward_models.shapes_edit import ShapesEditVerifier
+
 HERE = Path(__file__).parent
-ROWS = 4
+MODEL = HERE.parent / "shapes_edit" / "kontext"
+EACH = 2
+"""Requests of a verb."""
+KEYS = ("seed", "before", "after", "seconds", "steps", "network_evaluations", "reward_calls")
 
 
-def results(pipe: FluxKontextPipeline, some: list[Edit]) -> Tensor:
+def results(pipe: FluxKontextPipeline, some: Sequence[Edit]) -> Tensor:
     """Return the pipeline's pictures of requests."""
     return pipe(
         image=torch.stack([picture(edit.change.source) for edit in some]),
@@ -38,31 +49,62 @@ def results(pipe: FluxKontextPipeline, some: list[Edit]) -> Tensor:
     ).images
 
 
-def figure(some: list[Edit], made: Tensor) -> None:
-    """Draw a row of three pictures for each request, two requests a row."""
-    fig, axes = plt.subplots(ROWS, 6, figsize=(9, 6.4), dpi=100, layout="constrained")
+def right(some: Sequence[Edit], made: Tensor) -> list[bool]:
+    """Return which results are strictly right."""
+    batch = MediaBatch(
+        made[:, None],
+        [edit.instruction for edit in some],
+        [edit.change.metadata() for edit in some],
+        references=[[picture(edit.change.source)] for edit in some],
+    )
+    return [bool(value) for value in ShapesEditVerifier().score(batch).values[:, -1]]
+
+
+def changed(some: Sequence[Edit], before: Tensor, after: Tensor) -> list[int]:
+    """Return requests that only one of two results does right, `EACH` of every verb."""
+    pairs = zip(right(some, before), right(some, after), strict=True)
+    found = [i for i, (was, became) in enumerate(pairs) if was != became]
+    by_verb = [[i for i in found if some[i].combination[0] == verb][:EACH] for verb in EDITS]
+    return [i for chosen in by_verb for i in chosen]
+
+
+def figure(some: Sequence[Edit], before: Tensor, after: Tensor, chosen: Sequence[int]) -> None:
+    """Draw four pictures for each chosen request, `EACH` requests in a row."""
+    fig, axes = plt.subplots(len(EDITS), 4 * EACH, figsize=(11, 6.6), dpi=100, layout="constrained")
     for axis in axes.flat:
         axis.axis("off")
-    for i, (edit, result) in enumerate(zip(some, made, strict=True)):
-        row = axes[i % ROWS][3 * (i // ROWS) :][:3]
+    for k, i in enumerate(chosen):
+        change = some[i].change
         shown = {
-            "source": picture(edit.change.source),
-            f'result of\n"{edit.instruction}"': result,
-            "target": picture(edit.change.target),
+            "source": picture(change.source),
+            "before": before[i],
+            "after": after[i],
+            "wanted": picture(change.target),
         }
+        row = axes.flat[4 * k : 4 * k + 4]
         for axis, (title, pixels) in zip(row, shown.items(), strict=True):
             axis.imshow(pixels.permute(1, 2, 0).clamp(0, 1), interpolation="nearest")
-            axis.set_title(title, fontsize=7)
+            axis.set_title(title, fontsize=8)
+        row[0].set_title(f"{some[i].instruction}\n\nsource", fontsize=8, loc="left")
     fig.savefig(HERE / "shapes_edit.png")
 
 
 def main() -> None:
-    """Parse the options, edit and draw."""
+    """Parse the options, edit before and after, draw, and write the numbers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, default=HERE.parent / "shapes_edit" / "kontext")
-    args = parser.parse_args()
-    some = splits()["seen"][: 2 * ROWS]
-    figure(some, results(FluxKontextPipeline.from_pretrained(args.model), some))
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    folders = parser.parse_args().runs
+    some = [edit for name in ("seen", "unseen") for edit in splits()[name]]
+    pipe = FluxKontextPipeline.from_pretrained(MODEL)
+    before = results(pipe, some)
+    newest = latest(folders[0] / "checkpoints")
+    assert newest, f"{folders[0]} has no checkpoint"
+    pipe.load_lora_weights(newest / "ema")
+    after = results(pipe, some)
+    figure(some, before, after, changed(some, before, after))
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
+    rows = {"runs": [{key: summary[key] for key in KEYS} for summary in summaries]}
+    (HERE / "shapes_edit.json").write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

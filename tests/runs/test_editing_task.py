@@ -11,7 +11,9 @@ from flowalign.runs.compose import compose
 
 ROOT = Path(__file__).parents[2]
 TASK = "configs/tasks/editing.yaml"
-POLICIES = ("configs/models/flux1_dev.yaml",)
+POLICIES = tuple(
+    f"configs/models/{name}.yaml" for name in ("flux1_dev", "flux1_kontext", "qwen_image_edit")
+)
 
 
 @pytest.fixture(autouse=True)

@@ -41,6 +41,9 @@ NEW = [
     ["configs/models/shapes.yaml", "configs/methods/critic_lambda.yaml"],
     ["configs/models/shapes.yaml", "configs/methods/rloo.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
+    ["configs/shapes_edit.yaml"],
+    ["configs/shapes_edit_tempflow.yaml"],
+    ["configs/preference/shapes_edit_dpo.yaml"],
 ]
 """Runs that version 0.1 did not have."""
 

@@ -12,6 +12,12 @@ from build import save
 from diffusers import FluxKontextPipeline
 from torchvision.transforms.functional import to_pil_image
 
+from flowalign.data.requests import read_requests
+from flowalign.types import MediaBatch, prompts_of
+from pipelines.flux1_kontext import Flux1Kontext
+from pipelines.packing import pack
+from reward_models.shapes_edit import ShapesEditVerifier
+
 ASSETS = Path("assets/shapes_edit")
 CALL = {
     "height": 32,
@@ -87,6 +93,46 @@ def test_a_picture_and_an_instruction_give_a_picture_of_that_size(folder):
     source = to_pil_image(edited_world.picture(edited_world.splits()["seen"][0].change.source))
     result = plain(folder)(image=source, prompt="make the circle red", **CALL).images[0]
     assert result.size == (32, 32)
+
+
+@pytest.mark.slow
+def test_the_policy_makes_of_the_committed_pipeline_what_plain_diffusers_makes():
+    settings = {"embedded_guidance": None, "precision": "fp32", "lora": None}
+    length = {"max_sequence_length": train.TOKENS}
+    policy = Flux1Kontext(str(ASSETS / "kontext"), height=32, width=32, **settings | length)
+    policy.load(torch.device("cpu"))
+    requests = read_requests(str(ASSETS / "requests/unseen.jsonl"))[:4]
+    x, sigmas = policy.noise(4, torch.Generator().manual_seed(5)), policy.schedule(4)
+    state, cond = x, policy.encode(requests)
+    with torch.no_grad():
+        for k, sigma in enumerate(sigmas[:-1]):
+            state = state + (sigmas[k + 1] - sigma) * policy.velocity(state, sigma, cond)
+        made = policy.decode(state)[:, 0]
+    found = results(plain(ASSETS / "kontext"), requests, latents=pack(x), num_inference_steps=4)
+    torch.testing.assert_close(made, found, atol=2e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("split", "low", "high"), [("seen", 0.4, 0.7), ("unseen", 0.3, 0.6)])
+def test_the_committed_pipeline_edits_about_half_of_the_held_out_requests_right(split, low, high):
+    """Which leaves room for alignment."""
+    requests = read_requests(str(ASSETS / f"requests/{split}.jsonl"))
+    generator = torch.Generator().manual_seed(0)
+    made = results(plain(ASSETS / "kontext"), requests, generator=generator)
+    sources = [[reference.read()[0] for reference in request.references] for request in requests]
+    scenes = [request.metadata for request in requests]
+    batch = MediaBatch(made[:, None], prompts_of(requests), scenes, references=sources)
+    verifier = ShapesEditVerifier()
+    means = dict(zip(verifier.spec.dims, verifier.score(batch).values.mean(0), strict=True))
+    assert low < means["strict"] < high
+    assert 0.8 < means["kept"] < 1
+
+
+def results(pipe, requests, **changes):
+    """The pictures that plain diffusers makes of requests."""
+    sources = torch.cat([request.references[0].read() for request in requests])
+    asked = CALL | {"num_inference_steps": 8, "output_type": "pt"} | changes
+    return pipe(image=sources, prompt=list(prompts_of(requests)), **asked).images
 
 
 def test_the_world_takes_less_than_8_megabytes():
