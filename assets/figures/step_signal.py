@@ -24,6 +24,7 @@ import yaml
 HERE = Path(__file__).parent
 BUDGET = 52_800
 BATCHES = 20
+EVALUATION = {"prompts": {"train": "assets/shapes/prompts/train.txt"}, "num_prompts": 768}
 
 
 def window(start: int, stop: int) -> dict[str, Any]:
@@ -75,7 +76,11 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     for number, (name, recipe) in enumerate(SETTINGS.items()):
         place = folder / f"{number:02d}"
         place.mkdir(parents=True, exist_ok=True)
-        overlay = {"recipe": {"init_args": recipe}, "optimizer": {"decay": "constant"}}
+        overlay = {
+            "recipe": {"init_args": recipe},
+            "optimizer": {"decay": "constant"},
+            "evaluation": EVALUATION,
+        }
         (place / "overlay.yaml").write_text(yaml.safe_dump(overlay))
         files = ["configs/shapes.yaml", str(place / "overlay.yaml")]
         if not (place / "probe" / "probe.json").exists():
