@@ -107,6 +107,12 @@ def projected(
     return pad(signed, (0, -len(vector) % size)).view(-1, size).sum(0)
 
 
+def random_signs(size: int, device: torch.device, seed: int = 0) -> Bool[Tensor, "p"]:
+    """Return signs for `projected`, the same in every process."""
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randint(2, (size,), generator=chance, dtype=torch.bool).to(device)
+
+
 def signal_to_noise(found: Moments, weights: Float[Tensor, "K"]) -> Float[Tensor, ""]:
     """Return the squared signal to noise of a batch whose steps have these weights.
 

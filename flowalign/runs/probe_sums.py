@@ -14,7 +14,7 @@ from jaxtyping import Float
 from safetensors import safe_open
 from torch import Tensor
 
-from flowalign.functional.signal import Products, inner_products
+from flowalign.functional.signal import Products, inner_products, projected, random_signs
 from flowalign.runs.config import Run
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.batches import TrainBatch
@@ -153,19 +153,9 @@ def adam_scale(moments: Path, learner: Learner) -> Float[Tensor, "p"]:
 
 
 def projection(size: int, device: torch.device, seed: int = 0) -> Keep:
-    """Return a projection that keeps inner products unbiased.
-
-    It adds each entry, with a random sign, to one of `PROJECTED` sums.
-    """
-    chance = torch.Generator().manual_seed(seed)
-    place = torch.randint(PROJECTED, (size,), generator=chance).to(device)
-    sign = torch.randint(2, (size,), generator=chance, dtype=torch.int8).to(device) * 2 - 1
-
-    def project(gradient: Tensor) -> Tensor:
-        sums = torch.zeros(PROJECTED, device=gradient.device)
-        return sums.index_add(0, place, sign * gradient)
-
-    return project
+    """Return a projection to `PROJECTED` sums, which keeps inner products unbiased."""
+    signs = random_signs(size, device, seed)
+    return lambda gradient: projected(gradient, signs, PROJECTED)
 
 
 def _scale(second: Float[Tensor, "p"], cfg: Optimizer) -> Float[Tensor, "p"]:

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from flowalign.functional.signal import moments_of_halves, projected
+from flowalign.functional.signal import moments_of_halves, projected, random_signs
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
@@ -32,7 +32,8 @@ class StepGradients:
         """Weight of earlier measurements after one of the `updates` of a step of the loop."""
         size = sum(p.numel() for p in learner.parameters)
         self.size = kept_size(size, num_steps)
-        self.signs = None if self.size == size else _signs(size, learner.processes.device)
+        device = learner.processes.device
+        self.signs = None if self.size == size else random_signs(size, device)
 
     def accumulate(
         self, batch: TrainBatch, samples: Int[Tensor, "n"], backward: Backward, measures: bool
@@ -165,9 +166,3 @@ def halves(samples: Int[Tensor, "n"], group_size: int) -> tuple[Tensor, Tensor]:
 def kept_size(size: int, num_steps: int) -> int:
     """Return the dimensions that are kept of a gradient of `size` entries."""
     return size if 2 * num_steps * 4 * size <= MOST_BYTES else min(size, PROJECTED)
-
-
-def _signs(size: int, device: torch.device) -> Tensor:
-    """Return random signs, the same on all ranks."""
-    drawn = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0), dtype=torch.bool)
-    return drawn.to(device)
