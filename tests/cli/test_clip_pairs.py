@@ -20,7 +20,7 @@ from flowalign.media.decode import decode
 from flowalign.media.encode import write_clip
 from flowalign.media.media import Media
 from flowalign.runs.compose import compose
-from flowalign.types import prompts_of
+from flowalign.types import Takes
 from tests.fixtures.video_pixel import VideoPixel, clip, clips
 
 pytestmark = pytest.mark.slow
@@ -237,23 +237,23 @@ def test_pairs_that_the_method_drops_are_told_and_are_no_fault(written, tmp_path
     assert "too few segments with a preference" in capsys.readouterr().out
 
 
-def test_a_prompt_that_the_policy_does_not_know_is_named_and_skipped(
+class Choosy(Takes):
+    """Takes every prompt but one."""
+
+    def misfit(self, request):
+        return "takes no 'ccc'" if request.prompt == "ccc" else super().misfit(request)
+
+
+def test_a_request_that_the_policy_does_not_take_is_named_and_skipped(
     written, tmp_path, monkeypatch
 ):
-    encode = VideoPixel.encode
-
-    def known(self, requests):
-        if "ccc" in prompts_of(requests):
-            raise ValueError("1 request(s) without a picture, for example 'ccc'")
-        return encode(self, requests)
-
-    monkeypatch.setattr(VideoPixel, "encode", known)
+    monkeypatch.setattr(VideoPixel, "takes", Choosy())
     assert exit_code("clip-pairs", written(LOCAL, max_dropped_fraction=0.2)) == 0
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["pairs"] == 4
-    kind = summary["dropped"]["prompt that the policy does not take"]
+    kind = summary["dropped"]["request that the policy does not take"]
     assert kind["count"] == summary["faults"] == 1
-    assert "for example 'ccc'" in kind["first"][0]
+    assert "takes no 'ccc'" in kind["first"][0]
 
 
 @pytest.mark.parametrize("num_frames", [5, 9])
