@@ -34,8 +34,7 @@ def sample(
     """Draw `cfg.samples_per_prompt` trajectories per request, whose steps in `steps` are trained.
 
     Each request has its own generator: how requests are spread over processes changes no draw. The
-    states in `finish` are completed on the way, each step in one network call with the
-    trajectories: there are T calls, however many states are completed.
+    states in `finish` are completed on the way, in the T network calls of the trajectories.
     """
     trajectory = _scheduled(policy, requests, cfg, steps)
     noise = _Noise(policy, cfg, steps, trajectory, generators)
