@@ -232,7 +232,10 @@ def _absent(out: Path, batch: Sequence[Medium]) -> list[Medium]:
 
 
 def _list(out: Path, media: Sequence[Medium], seed: int) -> None:
-    """List the existing files in order, in a form that `flowalign score` and training read."""
+    """List the existing files in order, in a form that `flowalign score` and training read.
+
+    A row has the request's further columns, for rewards that read them; ours come before theirs.
+    """
     absent = set(_absent(out, media))
     existing = [one for one in media if one not in absent]
     write_text(out / LISTING, "".join(_lines(existing, seed)))
@@ -246,4 +249,4 @@ def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
             row["references"] = [os.path.abspath(each.name) for each in one.request.references]
         if one.request.mask:
             row["mask"] = os.path.abspath(one.request.mask.name)
-        yield json.dumps(row) + "\n"
+        yield json.dumps({**one.request.metadata, **row}) + "\n"

@@ -20,10 +20,12 @@ from flowalign.data.readers import open_dataset
 from flowalign.data.requests import Requests, read_requests
 from flowalign.reports.samples import samples
 from flowalign.rewards.composite import Rewards
+from flowalign.runs.sample import Medium, _lines
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.training.matching.rollouts import Rollouts
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
+from flowalign.types.request import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.training import ALONE, new_learner, new_recipe
@@ -171,3 +173,11 @@ def test_a_training_of_several_processes_scores_each_sample_with_its_own_source(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
     assert [row["reward/own"] for row in rows if "reward/own" in row] == [1, 1]
     assert {row["eval/own"] for row in rows if "eval/own" in row} == {1}
+
+
+def test_the_listing_of_samples_has_the_further_columns_of_their_requests():
+    request = Request("a", metadata={"target": [1, 2], "id": "theirs"})
+    (line,) = _lines([Medium(request, 3, 1)], 0)
+    row = json.loads(line)
+    assert row["target"] == [1, 2]
+    assert row["id"] == "000003-01"
