@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Label = Literal["labels", "segments", "masks"]
+Label = Literal["labels", "segments", "masks", "advantages"]
 """Labels that a dataset may hold beside media and prompts: binary labels, the better medium of each
-latent frame, and masks of where two media differ."""
+latent frame, masks of where two media differ, and advantages within groups."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class Examples:
     """Importance of each latent element, mean 1 per row; the errors have it applied already."""
     expert_cond: Mapping[str, Tensor] | None = None
     """Conditioning of the expert whose velocity each row is matched to; None: noise - latents."""
+    advantage: Float[Tensor, "n"] | None = None
+    """Advantage of each row within its group, clipped; None where rows are not scored."""
+    group: Int[Tensor, "n"] | None = None
+    """Id of the group of each row, one per request of a step and the same on every process."""
     users: Sequence[str] = ()
     """Id of the person who judged each row, for personalised policies; empty if none is known."""
 
@@ -57,6 +61,11 @@ class Residuals:
     reference: Float[Tensor, "n *latent"] | None = None
     """Residual of the reference at the same noise and time, without gradient; None where not
     evaluated."""
+    old: Float[Tensor, "n *latent"] | None = None
+    """Residual of the old policy at the same noise and time, without gradient; None where not
+    evaluated."""
+    sigma: Float[Tensor, "n"] | None = None
+    """Noise level of each row; None in tests of losses that do not read it."""
 
     @property
     def required_reference(self) -> Float[Tensor, "n *latent"]:
