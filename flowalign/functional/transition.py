@@ -176,7 +176,7 @@ def transition(
     eta: Float[Tensor, "n"],
 ) -> Gaussian:
     """Return the distribution of x_{k+1}, given x_k and the velocity there."""
-    c1, std = kernel.coefficients(sigmas, k, eta)
+    c1, std = _coefficients(kernel, sigmas, k, eta)
     x0_hat, x1_hat = x - sigmas[k] * v, x + (1 - sigmas[k]) * v
     return Gaussian((1 - sigmas[k + 1]) * x0_hat + _as(c1, x) * x1_hat, std)
 
@@ -209,7 +209,7 @@ def mean_sensitivity(
 ) -> Float[Tensor, "n"]:
     """Return kappa = d mean / d v = c1 (1 - sigma) - sigma (1 - sigma_next), which is negative."""
     sigma, following = sigmas[k], sigmas[k + 1]
-    return kernel.coefficients(sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
+    return _coefficients(kernel, sigmas, k, eta).c1 * (1 - sigma) - sigma * (1 - following)
 
 
 def travelled_velocity(
@@ -227,6 +227,16 @@ def travelled_velocity(
     """
     still = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).mean
     return (x_next - still) / _as(mean_sensitivity(kernel, sigmas, k, eta), x)
+
+
+def _coefficients(kernel: Kernel, sigmas: Tensor, k: int, eta: Tensor) -> Coefficients:
+    """Return the kernel's coefficients, and exactly those of the Euler step where eta is 0.
+
+    A schedule may stay at pure noise for a few steps of length 0, where kernels have no value.
+    """
+    c1, std = kernel.coefficients(sigmas, k, eta)
+    noisy = eta > 0
+    return Coefficients(torch.where(noisy, c1, sigmas[k + 1]), torch.where(noisy, std, 0.0))
 
 
 def _euler_maruyama(sigma: Tensor, following: Tensor, g: Tensor) -> Coefficients:

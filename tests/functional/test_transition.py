@@ -314,7 +314,15 @@ def test_sensitivity_is_minus_the_guard_scale_of_precise(prefix, kernel):
 
 
 @every(KERNELS)
-@pytest.mark.parametrize("sigmas", [SIGMAS, grid(1000).float(), sd3_grid(10).float()])
+@pytest.mark.parametrize(
+    "sigmas",
+    [
+        SIGMAS,
+        grid(1000).float(),
+        sd3_grid(10).float(),
+        pytest.param(torch.tensor([1.0, 1.0, 0.6, 0.3, 0.3, 0.0]), id="steps of length 0"),
+    ],
+)
 def test_zero_eta_is_the_euler_step(kernel, sigmas):
     x, v = (randn(2, 3, 4, seed=seed, dtype=torch.float32) for seed in (4, 5))
     for k in {0, 1, len(sigmas) // 2, len(sigmas) - 3, len(sigmas) - 2}:
