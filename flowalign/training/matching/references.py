@@ -16,9 +16,9 @@ from flowalign.training.reference import Guided, WeightOverride
 from flowalign.types import VelocityField
 from flowalign.utils.ranges import Decay, PositiveInt, Range
 
-AverageName = Literal["reference", "old", "anchor", "sampler"]
+AverageName = Literal["reference", "old", "anchor", "behaviour"]
 """Name of an average of the policy's weights in `Learner.averages`. old: what a loss calls the old
-policy. anchor: what it holds the policy near. sampler: only sampled from."""
+policy. anchor: what it holds the policy near. behaviour: only sampled from."""
 
 
 @dataclass(frozen=True, kw_only=True)

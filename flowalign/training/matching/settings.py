@@ -33,7 +33,7 @@ class Settings:
     and that scored groups may be sampled from. Null: none."""
     anchor: Average | None = None
     """Average of the policy that some losses hold it near, such as AWM. Null: none."""
-    sampler: Average | None = None
+    behaviour: Average | None = None
     """Average of the policy that scored groups may be sampled from, and that no loss reads, such as
     CRD's. Null: none."""
     expert: Teacher | None = None
@@ -90,7 +90,7 @@ class Settings:
         named: dict[AverageName, Average | None] = {
             "old": self.old,
             "anchor": self.anchor,
-            "sampler": self.sampler,
+            "behaviour": self.behaviour,
         }
         return {name: average for name, average in named.items() if average is not None}
 
