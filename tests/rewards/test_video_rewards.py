@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
-from flowalign.training.policy_gradient.rollouts import collect_rollouts
+from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from reward_models.backbones import Encoder
 from reward_models.checklist import read_sheet
