@@ -45,7 +45,7 @@ class Settings(RolloutSettings):
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
         self._check_step_weight()
-        self.check_comparison("recipe")
+        self.check_comparison()
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
@@ -53,6 +53,11 @@ class Settings(RolloutSettings):
             )
         for iteration in (0, 10**6):
             steps = self.window(iteration)
+            if not steps:
+                raise ValueError(
+                    f"recipe.sampling.sde_window {type(self.sampling.sde_window).__name__} chooses "
+                    "no step to train; choose another, such as flowalign.sampling.AllButLast"
+                )
             self.requested(steps)
             if self.algorithm.chunks is not None:
                 check_chains(self.empty_trajectory(steps))

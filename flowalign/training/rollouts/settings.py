@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -20,6 +21,9 @@ from flowalign.utils.ranges import PositiveFloat, PositiveInt
 @dataclass(frozen=True, kw_only=True)
 class RolloutSettings(Comparison, ABC):
     """Configures what to sample, how to credit it, and how credit becomes advantages."""
+
+    key: ClassVar[str] = "recipe"
+    """Key of these settings in run files, for messages."""
 
     sampling: Sampling
     """How the trajectories of a prompt are drawn."""
@@ -51,14 +55,14 @@ class RolloutSettings(Comparison, ABC):
     def needs_means(self) -> bool:
         """Return whether a rollout keeps the means of trained transitions."""
 
-    def check_comparison(self, key: str) -> None:
-        """Raise ValueError if samples cannot be compared so; `key` names these settings."""
+    def check_comparison(self) -> None:
+        """Raise ValueError if samples cannot be compared so."""
         size = self.sampling.samples_per_prompt
-        self.check_groups(key, size)
+        self.check_groups(self.key, size)
         if self.extremes is not None and 2 * self.extremes > size:
             raise ValueError(
-                f"{key}.extremes is {self.extremes}: the best and the worst {self.extremes} are "
-                f"more than the {size} samples of a prompt"
+                f"{self.key}.extremes is {self.extremes}: the best and the worst {self.extremes} "
+                f"are more than the {size} samples of a prompt"
             )
 
     @property
@@ -118,21 +122,21 @@ class RolloutSettings(Comparison, ABC):
                 else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
             )
             raise ValueError(
-                f"recipe.advantage_scale is {self.advantage_scale}, but "
+                f"{self.key}.advantage_scale is {self.advantage_scale}, but "
                 f"{type(method).__name__} gives {advised}"
             )
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
         if between and self.sampling.tail_ratio is not None:
             raise ValueError(
-                f"recipe.sampling.tail_ratio shortens rollouts, but {type(method).__name__} "
+                f"{self.key}.sampling.tail_ratio shortens rollouts, but {type(method).__name__} "
                 f"values the states {between} on the whole schedule: set it to null"
             )
         if bool(needs.predicted) != (self.critic is not None):
-            name = type(method).__name__
+            name, critic = type(method).__name__, f"{self.key}.critic"
             raise ValueError(
-                f"recipe.critic is null, but {name} reads what a critic predicts: set it to {{}}"
+                f"{critic} is null, but {name} reads what a critic predicts: set it to {{}}"
                 if needs.predicted
-                else f"recipe.critic is set, but {name} reads no predictions: set it to null, or "
-                "recipe.credit to flowalign.credit.LambdaReturn"
+                else f"{critic} is set, but {name} reads no predictions: set it to null, or "
+                f"{self.key}.credit to flowalign.credit.LambdaReturn"
             )
         return needs
