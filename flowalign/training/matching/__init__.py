@@ -1,9 +1,12 @@
 """Train by matching losses of noised clean latents, on stored preferences or own rollouts."""
 
+from flowalign.training.ema import Ramp
 from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.references import (
+    Average,
     EMAReference,
     FrozenBase,
+    GuidedReference,
     PeriodicCopy,
     Reference,
     Teacher,
@@ -14,14 +17,17 @@ from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Times, Uniform
 
 __all__ = [
+    "Average",
     "Batch",
     "BatchStream",
     "DataSource",
     "EMAReference",
     "FrozenBase",
+    "GuidedReference",
     "LogitNormal",
     "Matching",
     "PeriodicCopy",
+    "Ramp",
     "Reference",
     "Rollouts",
     "SamplerGrid",

@@ -23,6 +23,7 @@ from flowalign.training.matching.evaluation import held_out_metrics
 from flowalign.training.matching.residuals import (
     Noised,
     divergence,
+    evaluated_averages,
     matching_residuals,
     noise_for,
     personal,
@@ -105,6 +106,7 @@ class MatchingLoop(Loop):
                     local = part[(part >= batch.first) & (part < stop)] - batch.first
                     parts = (data.take(some) for some in local.split(cfg.micro_batch))
                     metrics = self._update(parts, len(part), checks)
+        learner.end_step()
         return metrics
 
     def _update(
@@ -142,7 +144,8 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
     reference = learner.reference if cfg.needs_reference else None
-    residuals = matching_residuals(cfg, learner.policy, reference, part, expert)
+    averages = evaluated_averages(cfg, learner)
+    residuals = matching_residuals(cfg, learner.policy, reference, part, expert, averages)
     examples = part.examples if cfg.loss.requirements.paired else unpaired(part.examples)
     loss, stats = cfg.loss.loss(residuals, examples, context)
     stats["weight"] = part.examples.weight.mean()

@@ -58,8 +58,8 @@ class Matching(Settings, Recipe):
             )
         batch = data.examples_per_step * (2 if data.paired else 1)
         passes, has_expert = batch * self.epochs_per_step, self.expert is not None
-        others = {"reference": self.needs_reference, "expert": has_expert}
-        beside = "".join(f" + {passes} {name}" for name, evaluated in others.items() if evaluated)
+        others = self.evaluations_beside | {"expert": int(has_expert)}
+        beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
         reference = type(self.reference).__name__ if self.needs_reference else None
         per_velocity, num_rewards = run.policy.evaluations_per_velocity, len(run.rewards.models)
         return RecipePlan(
@@ -70,12 +70,14 @@ class Matching(Settings, Recipe):
             },
             parts=[MemoryPart("latents", 4 * (batch // world) * prod(model.latent_shape))],
             evaluations_per_example=1 + data.paired,
-            weight_copies=(not isinstance(self.reference, FrozenBase)) + has_expert,
+            weight_copies=self.reference.weight_copies + len(self.averages) + has_expert,
         )
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
         self.reference.build(learner)
+        for name, average in self.averages.items():
+            average.follow(learner, name)
         expert = self.expert.field(learner) if self.expert else None
         stream = self.data.open(
             learner.policy,
@@ -110,6 +112,7 @@ class Matching(Settings, Recipe):
                 "recipe.expert and recipe.data.kind attributes belong together: "
                 "an expert says what rows with attributes are matched to"
             )
+        self.check_averages("policy")
         if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
             raise ValueError(
                 f"recipe.reference {type(self.reference).__name__} is not looked at: "

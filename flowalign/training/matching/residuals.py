@@ -1,6 +1,6 @@
 """Turn examples into matching residuals: one noise and one time per pair, two networks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,11 +8,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.functional.matching import noised, per_row, space_factor
+from flowalign.training.learner import Learner
 from flowalign.training.matching.batches import num_examples, take
 from flowalign.training.matching.settings import Settings
-from flowalign.training.reference import conditional
+from flowalign.training.reference import WeightOverride, conditional
 from flowalign.types import Examples, Personal, Policy, Residuals, VelocityField
 from flowalign.utils.seeds import generator
+
+NO_AVERAGES: Mapping[str, VelocityField] = {}
+"""Averages that most losses compare the policy with beside the reference: none."""
 
 
 @dataclass(frozen=True)
@@ -67,21 +71,33 @@ def personal(policy: Policy, examples: Examples) -> Examples:
     return replace(examples, cond=policy.with_users(examples.cond, examples.users))
 
 
+def evaluated_averages(cfg: Settings, learner: Learner) -> dict[str, VelocityField]:
+    """Return the averages of the policy that the loss compares it with, by name."""
+    requirements = cfg.loss.requirements
+    needed = {"old": requirements.old, "anchor": requirements.anchor}
+    return {
+        name: WeightOverride(learner.policy, learner.averages[name])
+        for name, wanted in needed.items()
+        if wanted
+    }
+
+
 def matching_residuals(
     cfg: Settings,
     policy: Policy,
     reference: VelocityField | None,
     part: Noised,
     expert: VelocityField | None = None,
+    averages: Mapping[str, VelocityField] = NO_AVERAGES,
 ) -> Residuals:
-    """Return residuals in the recipe's space.
+    """Return residuals in the recipe's space; those of `averages` by their names, old and anchor.
 
     The policy's are computed last, because other networks may swap its weights.
     """
     examples, (noise, sigma) = part.examples, part.rows()
     x = noised(examples.latents, noise, sigma)
     if not len(x):  # attention kernels refuse an empty batch
-        return Residuals(x, x)
+        return Residuals(x, x, x, x, x, sigma)
     target = noise - examples.latents
     if expert is not None:
         assert examples.expert_cond is not None, "rows without targets met an expert"
@@ -94,7 +110,10 @@ def matching_residuals(
         return (conditional(field).velocity(x, sigma, examples.cond) - target) * factor
 
     base = None if reference is None else residual(reference)
-    return Residuals(residual(policy), base)
+    old, anchor = (
+        residual(averages[name]) if name in averages else None for name in ("old", "anchor")
+    )
+    return Residuals(residual(policy), base, old, anchor, target * factor, sigma)
 
 
 def divergence(residuals: Residuals) -> Float[Tensor, ""]:
