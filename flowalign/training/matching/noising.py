@@ -71,6 +71,10 @@ class NoiseLevels:
             examples = _of_steps(examples, self.steps, index, sigma)
         return Noised(examples, self.noise[indices], sigma)
 
+    def all(self) -> Noised:
+        """Return all examples at all their noise levels."""
+        return self.take(torch.arange(len(self)))
+
     def parts(self, size: int) -> Iterator[Noised]:
         """Yield consecutive parts of at most `size` noise levels."""
         for indices in torch.arange(len(self)).split(size):
@@ -104,9 +108,7 @@ def noise_for(
     if steps is not None:
         kept = steps.trained[index, step_at(sigma, steps.sigmas)]
         index, level, noise, sigma = index[kept], level[kept], noise[kept], sigma[kept]
-    return NoiseLevels(
-        examples, index, level, noise.to(device), sigma.to(device), levels, steps
-    )
+    return NoiseLevels(examples, index, level, noise.to(device), sigma.to(device), levels, steps)
 
 
 def _draws(

@@ -1,6 +1,6 @@
 """Make examples of scored groups of the policy's own samples: learning on the forward process.
 
-    requests -> samples -> rewards -> advantages -> the clean samples with their advantages
+requests -> samples -> rewards -> advantages -> the clean samples with their advantages
 """
 
 from collections.abc import Sequence, Set
@@ -117,7 +117,7 @@ class ScoredGroups(RolloutSettings, DataSource):
 
     @override
     def check(self, run: RunContext) -> None:
-        """Raise ValueError if no reward compares samples, or nothing has the weights that sample."""
+        """Raise ValueError if no reward compares samples, or weights that sample are missing."""
         self.check_rewards(run.rewards)
         read_requests(self.prompts)
         if self.weights == "ema" and not run.has_ema:

@@ -35,7 +35,7 @@ CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 
 
 class ScoredStream(BatchStream):
-    """Samples groups at their steps, by the policy's weights or an average of them as they are then.
+    """Samples groups at each step, by the weights of the policy or of an average as they are then.
 
     Samples that are not trained, because a reward failed or others are compared, are no examples.
     """
@@ -159,9 +159,7 @@ class ScoredStream(BatchStream):
         return StepAdvantages(trajectory.sigmas.cpu(), advantage, trained, completed)
 
 
-def _completion(
-    trajectory: Trajectory, k: int, cfg: RolloutSettings
-) -> Float[Tensor, "B *latent"]:
+def _completion(trajectory: Trajectory, k: int, cfg: RolloutSettings) -> Float[Tensor, "B *latent"]:
     """Return the clean latent that state k of every sample was completed to, on the CPU."""
     if k == trajectory.num_steps:
         return trajectory.state(k).cpu()

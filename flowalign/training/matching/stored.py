@@ -13,13 +13,7 @@ from flowalign.data.preference.attributes import read_attributes
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import Keep, fitting, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import (
-    Example,
-    Pair,
-    Sample,
-    all_requests,
-    media_of,
-)
+from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights

@@ -103,7 +103,7 @@ class RewardComparison:
         return given if self.multipliers is None else self.multipliers.scale(given)
 
     def gather(
-        self, credit: StepCredit, outcome: Float[Tensor, "n R"], group_size: int
+        self, credit: StepCredit, outcome: Float[Tensor, "local R"], group_size: int
     ) -> GatheredCredit:
         """Gather the credit of all ranks; of groups, only pooled ones span ranks.
 
@@ -157,7 +157,7 @@ class RewardComparison:
         if self.multipliers and state["multipliers"]:
             self.multipliers = self.multipliers.restored(state["multipliers"])
 
-    def _groups(self, credit: StepCredit, prompt: Int[Tensor, "n"]) -> Int[Tensor, "n T"]:
+    def _groups(self, credit: StepCredit, prompt: Int[Tensor, "local"]) -> Int[Tensor, "n T"]:
         """Return the group ids of all ranks: those given with credit, or of a wider comparison."""
         if self.cfg.advantage_scale == "pooled":
             return self.processes.gather(
