@@ -15,7 +15,8 @@ from flowalign.functional.matching import (
     sample_error,
     space_factor,
 )
-from flowalign.training.matching.residuals import Noised, divergence, matching_residuals, noise_for
+from flowalign.training.matching.noising import Noised, noise_for
+from flowalign.training.matching.residuals import divergence, matching_residuals
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
 from flowalign.types import Examples, Residuals
@@ -134,7 +135,7 @@ def test_an_equal_mask_changes_nothing_whatever_its_size():
 
 def drawn(count: int = 6, first: int = 0, key=(0, 0, 0), paired: bool = True, **cfg) -> Noised:
     rows = examples(count * (2 if paired else 1), 3, paired=paired)
-    return noise_for(recipe(**cfg), PixelPolicy(), rows, first, key)
+    return noise_for(recipe(**cfg), PixelPolicy(), rows, first, key).all()
 
 
 def test_the_two_of_a_pair_share_noise_and_time_and_two_pairs_do_not():
@@ -233,7 +234,7 @@ def test_nobody_is_asked_about_no_rows():
         def velocity(self, x, sigma, cond):
             raise AssertionError
 
-    data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0))
+    data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0)).all()
     errors = matching_residuals(recipe(), Unasked(), Unasked(), data, Unasked())
     assert errors.policy.shape == errors.required_reference.shape == (0, 3)
 
@@ -252,7 +253,7 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
 
 
 def test_the_gradient_reaches_the_policy_and_never_the_reference():
-    data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0))
+    data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0)).all()
     policy, other = PixelPolicy(), FrozenCopy(PixelPolicy(seed=1))
     errors = matching_residuals(recipe(), policy, other, data)
     assert not errors.required_reference.requires_grad

@@ -14,7 +14,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
-from flowalign.training.policy_gradient.rollouts import collect_rollouts
+from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from reward_models.backbones import Encoder
 from reward_models.checklist import read_sheet
@@ -97,7 +97,7 @@ def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
     evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
     assert model.fps == [8.0] * 5
     cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
-    next(cfg.open(policy, rewards, 0, ALONE).batches([0]))
+    next(cfg.open(new_learner(policy), rewards, 0).batches([0]))
     assert model.fps == [8.0] * 11
 
 

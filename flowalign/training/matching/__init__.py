@@ -12,6 +12,7 @@ from flowalign.training.matching.references import (
     Teacher,
 )
 from flowalign.training.matching.rollouts import Rollouts
+from flowalign.training.matching.scored_groups import ScoredGroups
 from flowalign.training.matching.source import Batch, BatchStream, DataSource
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Times, Uniform
@@ -31,6 +32,7 @@ __all__ = [
     "Reference",
     "Rollouts",
     "SamplerGrid",
+    "ScoredGroups",
     "StoredDataset",
     "Teacher",
     "Times",

@@ -41,6 +41,9 @@ class Settings:
     are matched to noise - latents."""
     times: Times = field(default_factory=LogitNormal)
     """Distribution of the noise levels; the two rows of a pair share time and noise."""
+    times_per_sample: PositiveInt = 1
+    """Noise levels at which each pair or sample is matched in a pass, each with a noise of its
+    own; they are in the same update."""
     space: Space = "velocity"
     """Space in which squared errors are taken; `noise` is that of SD1.5 and SDXL."""
     sft: NonNegativeFloat = 0.0
@@ -127,7 +130,7 @@ class Settings:
 
     def check_whole_batch(self, num_examples: int) -> None:
         """Raise ValueError if a loss that compares all rows of a batch would see only a part."""
-        if num_examples > self.micro_batch * self.updates_per_step:
+        if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
                 f"compares all of the {num_examples} pairs or samples of a step: make it as large"
