@@ -22,6 +22,7 @@ from flowalign.training.matching.checks import MatchingChecks
 from flowalign.training.matching.dividing import divided
 from flowalign.training.matching.evaluation import held_out_metrics
 from flowalign.training.matching.noising import Noised, noise_for
+from flowalign.training.matching.norms import means_by_third, norm_ratios
 from flowalign.training.matching.residuals import (
     divergence,
     evaluated_averages,
@@ -126,7 +127,7 @@ class MatchingLoop(Loop):
             for name, value in found.items():
                 stats[name] = stats.get(name, 0.0) + share * value.float().to(part.sigma.device)
         means = torch.stack(list(stats.values())).tolist() if stats else []
-        metrics = learner.processes.total(dict(zip(stats, means, strict=True)))
+        metrics = means_by_third(learner.processes.total(dict(zip(stats, means, strict=True))))
         checks.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
@@ -147,7 +148,9 @@ def micro_batch_loss(
     residuals = matching_residuals(cfg, learner.policy, reference, part, expert, averages)
     examples = part.examples if cfg.loss.requirements.paired else unpaired(part.examples)
     loss, stats = cfg.loss.loss(residuals, examples, context)
-    stats["weight"] = part.examples.weight.mean()
+    stats |= norm_ratios(residuals) | {"weight": part.examples.weight.mean()}
+    if residuals.old is not None:
+        stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
     if cfg.sft:
         stats["sft"] = _winners(sample_error(residuals.policy), part.examples)
         loss = loss + cfg.sft * stats["sft"]
