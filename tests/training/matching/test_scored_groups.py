@@ -1,6 +1,5 @@
 """Scored groups: samples of a prompt, their advantages, and the noise levels they count at."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from flowalign.losses.matching.sft import SFT
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
 from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.training.checkpoint import latest, read_loop
 from flowalign.training.ema import EMA
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.recipe import Matching
@@ -34,8 +34,9 @@ from flowalign.utils.seeds import generator
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.preference import as_recipe, recipe, train
 from tests.fixtures.scored import Weighed, batch_of, groups, opened
-from tests.fixtures.small_run import go, new_run
+from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
+from tests.fixtures.stopped_runs import assert_same_run
 from tests.fixtures.training import ALONE, flat, new_learner, new_rewards
 
 STOCHASTIC = {"sde_window": AllButLast()}
@@ -333,17 +334,18 @@ def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
         weights = {"redness": 1.0, "green": 0.5}
         return replace(new_run(folder), recipe=learned, reward_weights=weights)
 
-    straight, again = tmp_path / "straight", tmp_path / "again"
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
     go(whole(straight))
-    go(whole(again), straight / "checkpoints" / "step-000002")
-    rows = [
-        [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
-        for folder in (straight, again)
-    ]
-    pace = ("timing/", "throughput", "pairs_per_second", "memory", "costs/seconds")
-    one, two = ({k: v for k, v in row.items() if not k.startswith(pace)} for row in rows)
-    assert one == two
-    assert "weight/green" in one
+    with pytest.raises(Killed):
+        go(replace(whole(broken), rewards=[Mortal(3)]))
+    newest = latest(broken / "checkpoints")
+    assert newest is not None
+    go(whole(broken), newest)
+    assert_same_run(straight, broken, 5)
+    loop = read_loop(broken / "checkpoints" / "step-000005")["loop"]
+    assert loop == read_loop(straight / "checkpoints" / "step-000005")["loop"]
+    assert loop["data"]["multipliers"][0][1] != 0
+    assert loop["data"]["critic"]
 
 
 # Refusals -----------------------------------------------------------------------------------------
