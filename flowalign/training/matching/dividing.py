@@ -16,7 +16,7 @@ from flowalign.training.matching.settings import Settings
 class Update:
     """Holds the noise levels of one update."""
 
-    parts: Sequence[Int[Tensor, "k"]]
+    parts: Sequence[Tensor]
     """Indices of this process's noise levels in each micro-batch."""
     total: int
     """Number of noise levels of all processes."""
@@ -58,7 +58,7 @@ def divided(
             yield Update(parts, total)
 
 
-def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Int[Tensor, "k"]]:
+def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Tensor]:
     """Return micro-batches of at most `size` rows that hold each group at a noise level whole."""
     group = levels.group[rows]
     found: list[Tensor] = []
@@ -71,7 +71,7 @@ def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Int[T
     return found or [rows]
 
 
-def _as_many(parts: list[Int[Tensor, "k"]], processes: Processes) -> list[Int[Tensor, "k"]]:
+def _as_many(parts: list[Tensor], processes: Processes) -> list[Tensor]:
     """Add empty micro-batches up to the number of other processes, as losses gather in each."""
     most = int(processes.gather(torch.tensor([len(parts)])).max())
     return parts + [torch.zeros(0, dtype=torch.long)] * (most - len(parts))
