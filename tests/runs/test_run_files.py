@@ -46,6 +46,7 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/crd.yaml"],
     ["configs/models/wan21_1_3b.yaml", "configs/methods/worldcompass_wan.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
+    ["configs/shapes_nft.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
