@@ -21,7 +21,7 @@ from flowalign.functional.solver import second_order_step
 from flowalign.losses.matching.sft import SFT
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
-from flowalign.sampling.sde_windows import AllButLast, Fixed
+from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.training.checkpoint import latest, read_loop
 from flowalign.training.ema import EMA
 from flowalign.training.matching.noising import noise_for
@@ -37,7 +37,7 @@ from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 from tests.fixtures.stopped_runs import assert_same_run
-from tests.fixtures.training import ALONE, flat, new_learner, new_rewards
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards
 
 STOCHASTIC = {"sde_window": AllButLast()}
 GRID = SamplerGrid(num_steps=4, distinct=True)
@@ -378,6 +378,8 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
     for message, changes in wrong.items():
         with pytest.raises(ValueError, match=message):
             groups(tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"recipe.sampling.sde_window NoSteps chooses no step"):
+        new_recipe({"sde_window": NoSteps()})
 
 
 def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
