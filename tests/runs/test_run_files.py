@@ -40,6 +40,7 @@ NEW = [
     ["configs/models/shapes.yaml", "configs/methods/critic.yaml"],
     ["configs/models/shapes.yaml", "configs/methods/critic_lambda.yaml"],
     ["configs/models/shapes.yaml", "configs/methods/rloo.yaml"],
+    ["configs/shapes_nft.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/nft.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/awm.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/dgpo.yaml"],
