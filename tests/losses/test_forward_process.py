@@ -5,6 +5,7 @@ Residuals are made of the recorded predictions, or of the recordings' network, i
 
 from dataclasses import replace
 from math import log
+from typing import Literal
 
 import pytest
 import torch
@@ -291,7 +292,7 @@ def test_dgpo_has_the_value_and_the_gradient_over_beta_of_its_sigmoid_form(clip)
     residuals, beta = drawn(), 2.5
 
     def preference(v):
-        change = beta * ADVANTAGE * (sample_error(v) - sample_error(residuals.reference))
+        change = beta * ADVANTAGE * (sample_error(v) - sample_error(residuals.required_reference))
         z = torch.stack([change[group == GROUP].mean() for group in GROUP.unique()])
         return -torch.nn.functional.logsigmoid(-z).mean()
 
@@ -315,17 +316,13 @@ def test_crd_at_its_old_policy_pulls_and_pushes_by_the_centred_optimality():
 def test_a_group_is_compared_with_itself_only(loss):
     """The other group may be anything, or absent; its rows take their share of the mean alone."""
     residuals, inside = drawn(), GROUP == 4
+    row = inside.reshape(-1, 1, 1, 1)
     _, _, grad = run(loss, residuals, scored(ADVANTAGE, GROUP))
     other = drawn(seed=1)
     mixed = Residuals(
-        *(
-            torch.where(per_row(inside.double(), a) > 0, a, b)
-            for a, b in zip(
-                (residuals.policy, residuals.reference, residuals.old),
-                (other.policy, other.reference, other.old),
-                strict=True,
-            )
-        ),
+        torch.where(row, residuals.policy, other.policy),
+        torch.where(row, residuals.required_reference, other.required_reference),
+        torch.where(row, residuals.required_old, other.required_old),
         sigma=SIGMA,
     )
     changed = torch.where(inside, ADVANTAGE, -ADVANTAGE)
@@ -381,7 +378,8 @@ def test_a_guarded_norm_costs_only_above_that_of_the_reference():
     inner = SFT(on="all")
     base, _, plain = run(inner, residuals, scored(tensor([1.0, 1.0])))
     weighted = scored(tensor([1.0, 1.0]), weight=tensor([2.0, 1.0]))
-    for power, hinge in ((1, 0.25), (2, 0.0625)):
+    cases: list[tuple[Literal[1, 2], float]] = [(1, 0.25), (2, 0.0625)]
+    for power, hinge in cases:
         guard = NormGuard(inner=inner, weight=3.0, power=power)
         value, stats, grad = run(guard, residuals, scored(tensor([1.0, 1.0])))
         assert_close(value, base + 3 * hinge / 2)

@@ -132,7 +132,7 @@ def test_the_old_policy_is_evaluated_at_the_same_noise_before_the_policy():
     target = data.noise - data.examples.latents
     with torch.no_grad():
         policy, older, frozen = (
-            p.velocity(x, data.sigma, data.examples.cond) - target
+            p.velocity(x, data.sigma, dict(data.examples.cond)) - target
             for p in (learner.policy, old, base)
         )
     residuals = Residuals(policy, frozen, older, sigma=data.sigma)
