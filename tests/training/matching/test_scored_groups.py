@@ -18,6 +18,10 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.completion import Completion
 from flowalign.functional.matching import step_at
 from flowalign.functional.solver import second_order_step
+from flowalign.losses.matching.awm import AWM
+from flowalign.losses.matching.crd import CRD
+from flowalign.losses.matching.dgpo import DGPO
+from flowalign.losses.matching.nft import NFT
 from flowalign.losses.matching.sft import SFT
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
@@ -242,13 +246,18 @@ def test_an_example_counts_at_a_noise_level_by_the_step_there(tmp_path):
     assert len(found.advantage.unique()) > 10
 
 
-def test_credit_by_outcomes_is_the_outcome_at_every_trained_level(tmp_path):
+@pytest.mark.parametrize(
+    "loss", [Weighed(), NFT(), AWM(), DGPO(), CRD()], ids=lambda x: type(x).__name__
+)
+def test_credit_by_outcomes_is_the_published_method_at_trained_levels(tmp_path, loss):
     def weights(**credit):
         learner = new_learner()
+        for name in ("old", "anchor"):
+            Average(decay=0.5).follow(learner, name)
         stream = opened(groups(tmp_path, STOCHASTIC, **credit), learner)
         times = SamplerGrid(num_steps=4, stop=3, distinct=True)
-        cfg = recipe(loss=Weighed(), times=times, times_per_sample=3, updates_per_step=2)
-        train(cfg, learner, stream, steps=3)
+        cfg = recipe(loss=loss, times=times, times_per_sample=3, updates_per_step=2)
+        train(cfg, learner, stream, steps=2)
         return flat(learner.policy.denoiser)
 
     assert torch.equal(weights(credit=Outcome()), weights())
