@@ -36,7 +36,7 @@ from flowalign.sampling import Fixed, Sampling, complete, sample
 from flowalign.training import Evaluation
 from flowalign.training.evaluate import evaluate
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches
-from flowalign.training.policy_gradient.state_values import CompletionValues
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.utils.files import bundled
 from flowalign.utils.seeds import generator
 from pipelines.sd3 import SD3

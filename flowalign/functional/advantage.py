@@ -82,9 +82,8 @@ def advantages(
         return out
     if combine == "advantage_of_sum":
         chosen, weights = (chosen @ weights)[:, None], torch.ones_like(weights[:1])
-    out[mask] = (
-        group_center(chosen, ids, scale, std_floor=std_floor, correction=correction) @ weights
-    )
+    centred = group_center(chosen, ids, scale, std_floor=std_floor, correction=correction)
+    out[mask] = (centred * weights).sum(1)  # equal rows stay equal, which a matrix product blurs
     return out
 
 

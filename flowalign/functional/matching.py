@@ -8,7 +8,7 @@ process up to factors of sigma: changing the space reweighs the times.
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 Space = Literal["velocity", "noise", "data", "v"]
@@ -27,6 +27,16 @@ def noised(
 def per_row(value: Float[Tensor, "n"], like: Float[Tensor, "n *latent"]) -> Tensor:
     """Reshape one number per row so that it multiplies latents."""
     return value.reshape(-1, *[1] * (like.ndim - 1))
+
+
+def step_at(sigma: Float[Tensor, "m"], sigmas: Float[Tensor, "S"]) -> Int[Tensor, "m"]:
+    """Return the denoising step at each noise level, k where sigmas[k] >= sigma > sigmas[k + 1].
+
+    A level of the schedule belongs to the step that starts there, whose velocity was evaluated at
+    it. Above the first level it is the first step, at the last level the last step.
+    """
+    k = (sigmas[:, None] >= sigma).sum(0) - 1
+    return k.clamp(0, len(sigmas) - 2)
 
 
 def space_factor(space: Space, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:

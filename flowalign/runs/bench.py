@@ -12,17 +12,17 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.config import Run
 from flowalign.sampling.completion import take
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.advantages import (
-    build_batch,
-    compute_advantages,
-    compute_credit,
-    gather_credit,
-)
+from flowalign.training.policy_gradient.advantages import build_batch
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop, update
 from flowalign.training.policy_gradient.plan import evaluations
 from flowalign.training.policy_gradient.recipe import PolicyGradient
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.advantages import (
+    compute_advantages,
+    compute_credit,
+    gather_credit,
+)
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Policy, Trajectory
 from flowalign.utils.costs import Costs
 
@@ -85,9 +85,9 @@ def credited(
 ) -> TrainBatch:
     """Value, credit and compare a trajectory: the reward stage of a step."""
     values = completion_values(recipe, learner, loop.rewards, trajectory, loop.critic)
-    gathered = gather_credit(recipe, learner.processes, values, compute_credit(recipe, values))
+    gathered = gather_credit(loop.comparison, values, compute_credit(recipe, values))
     loop.learn(values)
-    advantage = compute_advantages(recipe, gathered.credit, loop.weights)
+    advantage = compute_advantages(recipe, loop.comparison, gathered.credit)
     return build_batch(recipe, learner.processes, values, gathered, advantage)
 
 

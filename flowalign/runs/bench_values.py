@@ -15,8 +15,8 @@ from flowalign.sampling.completion import complete
 from flowalign.sampling.rollout import sample
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.recipe import PolicyGradient
-from flowalign.training.policy_gradient.rollouts import finished
-from flowalign.training.policy_gradient.state_values import CompletionValues
+from flowalign.training.rollouts.collecting import finished
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Trajectory
 from flowalign.utils.seeds import generator
 

@@ -21,8 +21,8 @@ from flowalign.training.policy_gradient.batches import TrainBatch, portions
 from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.recipe import PolicyGradient
-from flowalign.training.policy_gradient.rollouts import rollout
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.rollouts.collecting import rollout
 from flowalign.utils.costs import Costs
 
 FEWEST = 6

@@ -38,6 +38,15 @@ class AllButLast(SDEWindow):
 
 
 @dataclass(frozen=True)
+class NoSteps(SDEWindow):
+    """Chooses no step: the sampler is deterministic, and nothing of it can be trained by itself."""
+
+    @override
+    def steps(self, num_steps: int, iteration: int, generator: torch.Generator) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
 class Fixed(SDEWindow):
     """Chooses steps start, ..., stop - 1."""
 

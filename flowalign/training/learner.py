@@ -129,6 +129,11 @@ class Learner:
             "optim/skipped": float(self.num_skipped),
         }
 
+    def end_step(self) -> None:
+        """Update the averages that follow the steps of the loop, after the updates of one."""
+        for average in self.averages.values():
+            average.end_step()
+
     def _skip(self) -> None:
         self.num_skipped += 1
         self.skipped_in_a_row += 1

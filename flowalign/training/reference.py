@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.training.ema import EMA
-from flowalign.types import Cond, Policy, VelocityField
+from flowalign.types import Cond, Policy, Request, VelocityField
 
 
 class AdapterOff(VelocityField):
@@ -55,8 +55,51 @@ class WeightOverride(VelocityField):
             return self.policy.velocity(x, sigma, cond)
 
 
+class Guided(VelocityField):
+    """Evaluates the weights of another field with classifier-free guidance of its own scale.
+
+    Raises:
+        ValueError: The policy has no guidance, or cannot encode the empty prompt alone.
+    """
+
+    def __init__(self, field: VelocityField, guidance: float):
+        plain = _around(field).policy
+        self.field = copy.copy(_around(field))
+        self.field.policy = policy = copy.copy(plain)
+        policy.guidance, policy.evaluations_per_velocity = guidance, 2
+        self.empty = _unconditional(plain, policy) if plain.evaluations_per_velocity == 1 else {}
+
+    @torch.no_grad()
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        """Return the guided dx / dsigma."""
+        empty = {name: row.expand(len(x), *row.shape[1:]) for name, row in self.empty.items()}
+        return self.field.velocity(x, sigma, {**cond, **empty})
+
+
+def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
+    """Return the conditioning on the empty prompt that only a guided policy has, in one row."""
+    if plain.takes.references[1]:
+        raise ValueError(
+            "reference.guidance needs conditioning on the empty prompt, which a policy that takes "
+            "references encodes only with guidance: set policy.guidance above 1"
+        )
+    empty = [Request(prompt="")]
+    encoded, known = guided.encode(empty), plain.encode(empty)
+    if encoded.keys() == known.keys():
+        raise ValueError(
+            f"reference.guidance is {guided.guidance}, but {type(plain).__name__} has no "
+            "classifier-free guidance: use its reference without it"
+        )
+    return {name: row for name, row in encoded.items() if name not in known}
+
+
 def conditional(field: VelocityField) -> VelocityField:
-    """Return the same weights without classifier-free guidance, if there is any."""
+    """Return the same weights without classifier-free guidance, if there is any.
+
+    A field that is `Guided` stays so.
+    """
+    if isinstance(field, Guided):
+        return field
     policy = field if isinstance(field, Policy) else _around(field).policy
     return field if policy.evaluations_per_velocity == 1 else unguided(field)
 

@@ -47,9 +47,22 @@ class Examples:
     advantage: Float[Tensor, "n"] | None = None
     """Advantage of each row within its group, clipped; None where rows are not scored."""
     group: Int[Tensor, "n"] | None = None
-    """Id of the group of each row, one per request of a step and the same on every process."""
+    """Id of the group of each row, the same on every process: the rows of one request of a step at
+    one of its noise levels, one row per sample. Losses compare the rows of a group."""
     users: Sequence[str] = ()
     """Id of the person who judged each row, for personalised policies; empty if none is known."""
+
+    @property
+    def required_advantage(self) -> Float[Tensor, "n"]:
+        """Return the advantages, for losses that require the label."""
+        assert self.advantage is not None, "the loss uses advantages without requiring them"
+        return self.advantage
+
+    @property
+    def required_group(self) -> Int[Tensor, "n"]:
+        """Return the groups, for losses that declare `Requirements.whole_groups`."""
+        assert self.group is not None, "the loss compares rows without groups"
+        return self.group
 
 
 @dataclass(frozen=True)
@@ -64,6 +77,11 @@ class Residuals:
     old: Float[Tensor, "n *latent"] | None = None
     """Residual of the old policy at the same noise and time, without gradient; None where not
     evaluated."""
+    anchor: Float[Tensor, "n *latent"] | None = None
+    """Residual of the average that a loss holds the policy near, likewise."""
+    target: Float[Tensor, "n *latent"] | None = None
+    """Target in the same space, so that residual + target is a prediction; None in tests of losses
+    that do not read it."""
     sigma: Float[Tensor, "n"] | None = None
     """Noise level of each row; None in tests of losses that do not read it."""
 
@@ -72,6 +90,30 @@ class Residuals:
         """Return the reference's residual, for losses that declare `Requirements.reference`."""
         assert self.reference is not None, "the loss uses a reference without declaring it"
         return self.reference
+
+    @property
+    def required_old(self) -> Float[Tensor, "n *latent"]:
+        """Return the old policy's residual, for losses that declare `Requirements.old`."""
+        assert self.old is not None, "the loss uses an old policy without declaring it"
+        return self.old
+
+    @property
+    def required_anchor(self) -> Float[Tensor, "n *latent"]:
+        """Return the anchor's residual, for losses that declare `Requirements.anchor`."""
+        assert self.anchor is not None, "the loss uses an anchor without declaring it"
+        return self.anchor
+
+    @property
+    def required_sigma(self) -> Float[Tensor, "n"]:
+        """Return the noise levels, which the loop always gives."""
+        assert self.sigma is not None, "the residuals have no noise levels"
+        return self.sigma
+
+    @property
+    def required_target(self) -> Float[Tensor, "n *latent"]:
+        """Return the target, which the loop always gives."""
+        assert self.target is not None, "the residuals have no target"
+        return self.target
 
 
 @dataclass(frozen=True)
@@ -94,10 +136,21 @@ class Requirements:
 
     reference: bool = True
     """Whether the reference is evaluated: one more network evaluation per row."""
+    old: bool = False
+    """Whether the old policy, `recipe.old`, is evaluated: one more network evaluation per row."""
+    anchor: bool = False
+    """Whether the average that the policy is held near, `recipe.anchor`, is evaluated, likewise."""
     paired: bool = True
     """Whether rows must be pairs; other losses take the rows of pairs as samples."""
+    velocity: bool = False
+    """Whether errors are only meaningful in the space `velocity`."""
     whole_batch: bool = False
     """Whether a minibatch must be all of a process's batch, because rows are compared."""
+    whole_groups: bool = False
+    """Whether all rows of a group must be in one micro-batch, of one process or, because the loss
+    gathers once per micro-batch, of several that have equally many micro-batches."""
+    shared_noise: bool = False
+    """Whether the rows of a group must have the same noise and time."""
     requires: Set[Label] = frozenset()
     """Labels that the loss needs: datasets without them are refused, samples without one are
     dropped."""

@@ -12,8 +12,8 @@ from flowalign.credit.outcome import Outcome
 from flowalign.credit.turning_point import TurningPoint
 from flowalign.rewards.checked import RewardFailure
 from flowalign.sampling.sde_windows import AllButLast, Fixed, RandomSubset
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import RewardOutput, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import (

@@ -15,9 +15,9 @@ from flowalign.credit.outcome import Outcome
 from flowalign.data.requests import Requests
 from flowalign.runs.plan import plan
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.policy_gradient.advantages import compute_credit
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.advantages import compute_credit
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import CreditEstimator, RewardOutput, StepCredit, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.credit_rollouts import THREE, moving_learner, setting

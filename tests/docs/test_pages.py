@@ -13,7 +13,7 @@ from flowalign.cli.main import VERBS, build_parser
 from flowalign.runs import Run
 from flowalign.sampling import Sampling
 from flowalign.training import Matching, PolicyGradient
-from flowalign.training.matching import StoredDataset
+from flowalign.training.matching import ScoredGroups, StoredDataset
 from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, name_of
 
 CONFIG = DOCS / "site" / "properdocs.yml"
@@ -25,6 +25,7 @@ TABLES = {
     "`sampling`:": Sampling,
     "## `recipe: flowalign.training.Matching`": Matching,
     "`data: flowalign.training.matching.StoredDataset`:": StoredDataset,
+    "`data: flowalign.training.matching.ScoredGroups` (samples with advantages):": ScoredGroups,
 }
 """The tables of keys on the page about run files, by what stands above each."""
 PACKAGES = ("flowalign", "pipelines", "reward_models")

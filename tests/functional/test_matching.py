@@ -14,8 +14,10 @@ from flowalign.functional.matching import (
     noised,
     sample_error,
     space_factor,
+    step_at,
 )
-from flowalign.training.matching.residuals import Noised, divergence, matching_residuals, noise_for
+from flowalign.training.matching.noising import Noised, NoiseLevels, noise_for
+from flowalign.training.matching.residuals import divergence, matching_residuals
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
 from flowalign.types import Examples, Residuals
@@ -132,9 +134,15 @@ def test_an_equal_mask_changes_nothing_whatever_its_size():
 # Draws --------------------------------------------------------------------------------------------
 
 
-def drawn(count: int = 6, first: int = 0, key=(0, 0, 0), paired: bool = True, **cfg) -> Noised:
+def levels(
+    count: int = 6, first: int = 0, key=(0, 0, 0), paired: bool = True, **cfg
+) -> NoiseLevels:
     rows = examples(count * (2 if paired else 1), 3, paired=paired)
     return noise_for(recipe(**cfg), PixelPolicy(), rows, first, key)
+
+
+def drawn(*args, **changes) -> Noised:
+    return levels(*args, **changes).all()
 
 
 def test_the_two_of_a_pair_share_noise_and_time_and_two_pairs_do_not():
@@ -176,12 +184,47 @@ def test_noise_is_normal_and_times_are_those_of_the_recipe():
 
 
 def test_a_part_keeps_pairs_with_their_draws_together():
-    data = drawn(5)
+    data = levels(5)
     part = data.take(tensor([4, 1]))
     assert torch.equal(part.examples.latents, data.examples.latents[[4, 1, 9, 6]])
     assert torch.equal(part.noise, data.noise[[4, 1]])
     assert [len(some.sigma) for some in data.parts(2)] == [2, 2, 1]
     assert torch.equal(torch.cat([some.sigma for some in data.parts(2)]), data.sigma)
+
+
+def test_an_example_has_several_levels_and_a_noise_for_each():
+    data = levels(3, first=2, times_per_sample=4)
+    assert data.index.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert (len(data.sigma.unique()), len(data.noise.unique())) == (12, 36)
+    part = data.take(tensor([9, 1]))
+    assert torch.equal(part.examples.latents, data.examples.latents[[2, 0, 5, 3]])
+    assert torch.equal(levels(2, first=3, times_per_sample=4).noise, data.noise[4:])
+
+
+@pytest.mark.parametrize("stop", [None, 4])
+def test_distinct_levels_of_the_sampler_are_each_drawn_once_in_any_order(stop):
+    times, count = SamplerGrid(num_steps=5, stop=stop, distinct=True), 5 if stop is None else 4
+    data = levels(40, times_per_sample=count, times=times)
+    rows = data.sigma.view(40, count)
+    expected = torch.linspace(1, 0, 6)[:count]
+    assert_close(rows.sort(descending=True).values, expected.expand(40, count))
+    assert len({tuple(row) for row in rows.tolist()}) > 20
+    assert times.most == count
+    assert SamplerGrid(num_steps=5).most is None
+    with pytest.raises(ValueError, match=rf"per_sample is 6, but recipe\.times has {count} diff"):
+        times.check(PixelPolicy().schedule, 6)
+
+
+def test_uniform_times_are_shifted_like_a_schedule():
+    plain, moved = (drawn(50, times=Uniform(low=0.1, high=0.8, shift=s)).sigma for s in (1.0, 3.0))
+    assert_close(moved, 3 * plain / (1 + 2 * plain))
+    assert Uniform(high=0.8, shift=3.0).highest(PixelPolicy().schedule) == pytest.approx(2.4 / 2.6)
+
+
+def test_a_noise_level_belongs_to_the_step_that_starts_at_it_or_above():
+    sigmas = tensor([0.9, 0.5, 0.2, 0.0])
+    sigma = tensor([1.0, 0.9, 0.51, 0.5, 0.21, 0.2, 0.19, 1e-6, 0.0])
+    assert step_at(sigma, sigmas).tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 2]
 
 
 # Residuals ----------------------------------------------------------------------------------------
@@ -233,7 +276,7 @@ def test_nobody_is_asked_about_no_rows():
         def velocity(self, x, sigma, cond):
             raise AssertionError
 
-    data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0))
+    data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0)).all()
     errors = matching_residuals(recipe(), Unasked(), Unasked(), data, Unasked())
     assert errors.policy.shape == errors.required_reference.shape == (0, 3)
 
@@ -252,7 +295,7 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
 
 
 def test_the_gradient_reaches_the_policy_and_never_the_reference():
-    data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0))
+    data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0)).all()
     policy, other = PixelPolicy(), FrozenCopy(PixelPolicy(seed=1))
     errors = matching_residuals(recipe(), policy, other, data)
     assert not errors.required_reference.requires_grad

@@ -29,7 +29,7 @@ from flowalign.training.policy_gradient.credit_record import (
     worth_a_picture,
 )
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.credit_rollouts import (
     THREE,

@@ -19,7 +19,7 @@ from flowalign.rewards.objectives import (
     not_dominated,
 )
 from flowalign.training.checkpoint import restore, save
-from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
+from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import (
     Loadable,
     MediaBatch,

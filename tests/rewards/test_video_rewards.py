@@ -12,9 +12,11 @@ from torch.testing import assert_close
 from flowalign.credit.gain import Gain
 from flowalign.rewards.composite import Rewards
 from flowalign.rewards.objectives import Thresholds
+from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.evaluate import Evaluation, evaluate
 from flowalign.training.matching.rollouts import Rollouts
-from flowalign.training.policy_gradient.rollouts import collect_rollouts
+from flowalign.training.matching.times import SamplerGrid
+from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from reward_models.backbones import Encoder
 from reward_models.checklist import read_sheet
@@ -25,6 +27,9 @@ from reward_models.temporal import SubjectConsistency, TemporalFlicker
 from reward_models.vision_reward import vision_reward_video
 from tests.fixtures.fake_judge import FakeJudge
 from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.preference import recipe
+from tests.fixtures.preference import train as matched
+from tests.fixtures.scored import Weighed, batch_of, groups, opened
 from tests.fixtures.training import ALONE, credited, flat, new_learner, new_recipe, train
 
 THREE = ["a", "bb", "ccc"]
@@ -97,8 +102,22 @@ def test_the_frame_rate_reaches_evaluations_and_pairs_of_rollouts(tmp_path):
     evaluate(policy, rewards, Evaluation(prompts={"all": str(prompts)}, num_prompts=5), ALONE)
     assert model.fps == [8.0] * 5
     cfg = Rollouts(prompts=str(prompts), prompts_per_step=2, samples_per_prompt=3, num_steps=2)
-    next(cfg.open(policy, rewards, 0, ALONE).batches([0]))
+    next(cfg.open(new_learner(policy), rewards, 0).batches([0]))
     assert model.fps == [8.0] * 11
+
+
+def test_clips_of_scored_groups_are_matched_at_the_levels_of_credited_steps(tmp_path):
+    cfg = groups(tmp_path, {"sde_window": Fixed(0, 2)}, credit=Gain(), clean="completion")
+    model, learner = Watched(), new_learner(Slides(by_colour))
+    before = flat(learner.policy.denoiser)
+    stream = opened(cfg, learner, Rewards([model], {"bright": 1.0}))
+    times = SamplerGrid(num_steps=4, stop=2, distinct=True)
+    settings = recipe(loss=Weighed(), times=times, times_per_sample=2, micro_batch=5)
+    (metrics,) = matched(settings, learner, stream)
+    assert model.fps == [8.0] * 3 * 4 * 3, "two states and the end of twelve samples"
+    assert math.isfinite(metrics["reward/bright"])
+    assert not torch.equal(flat(learner.policy.denoiser), before)
+    assert batch_of(stream).examples.latents.shape == (12, 3, 1, 1, 1)
 
 
 def test_pictures_have_no_frame_rate():

@@ -6,7 +6,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs import bench
 from flowalign.runs.config import load
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.training import credited, new_learner

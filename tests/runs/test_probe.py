@@ -16,7 +16,7 @@ from flowalign.runs.probe_sums import BlockSums, adam_scale, projection
 from flowalign.sampling.sde_windows import Random
 from flowalign.training.learner import TrainingFailure
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.small_run import go, new_run
 from tests.fixtures.training import PROMPTS, credited, flat, new_learner, new_recipe, new_rewards

@@ -11,8 +11,8 @@ from flowalign.sampling.completion import complete, take
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.settings import Sampling
-from flowalign.training.policy_gradient.rollouts import completion_values, finished, rollout
 from flowalign.training.reference import unguided
+from flowalign.training.rollouts.collecting import completion_values, finished, rollout
 from flowalign.types import CreditEstimator, StepCredit, Trajectory, ValueFunction, plain_requests
 from flowalign.utils.costs import Costs
 from tests.fixtures.embedded import new_sd3

@@ -12,7 +12,7 @@ from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.sampling.settings import Sampling
-from flowalign.training.policy_gradient.rollouts import collect_rollouts
+from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import plain_requests
 from flowalign.utils.seeds import generator
 from tests.fixtures.embedded import new_sd3

@@ -25,7 +25,7 @@ from flowalign.sampling.rollout import generate, sample
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator

@@ -17,8 +17,8 @@ from flowalign.sampling.kept import Storage
 from flowalign.sampling.rollout import concat_trajectories
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.policy_gradient.batches import minibatches
-from flowalign.training.policy_gradient.rollouts import collect_rollouts, completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.rollouts.collecting import collect_rollouts, completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import credited, flat, new_learner, new_recipe, new_rewards, train

@@ -26,7 +26,7 @@ from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.small_run import go, new_run
+from tests.fixtures.small_run import Killed, Mortal, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run, metrics, state
 from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 
@@ -35,24 +35,6 @@ from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, train
 def _no_curves(monkeypatch):
     """Every run ends with a report; other tests draw its charts."""
     monkeypatch.setattr(report, "chart", lambda panel: BLANK)
-
-
-class Killed(BaseException):
-    """What no code may catch and survive."""
-
-
-class Mortal(Redness):
-    """Redness that ends the process at its n-th call."""
-
-    def __init__(self, call):
-        super().__init__()
-        self.left = call
-
-    def score(self, batch):
-        self.left -= 1
-        if self.left < 0:
-            raise Killed
-        return super().score(batch)
 
 
 @pytest.mark.parametrize("after", [1, 2, 4])

@@ -75,7 +75,7 @@ def test_online_dpo_scores_each_sample_with_its_own_source(tmp_path):
     cfg = Rollouts(
         prompts=write_sources(tmp_path), prompts_per_step=5, samples_per_prompt=3, micro_batch=4
     )
-    stream = cfg.open(SourcePolicy(), own(), 0, ALONE)
+    stream = cfg.open(new_learner(SourcePolicy()), own(), 0)
     batches = list(stream.batches([0, 1]))
     assert [batch.metrics["reward/own"] for batch in batches] == [1, 1]
     told = batches[0].examples.cond["length"]
@@ -118,7 +118,7 @@ def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tm
     pairs, _ = read_pairs(str(tmp_path / "pairs.jsonl"))
     assert [pair.chosen.request.given for pair in pairs] == [one.given for one in requests[1:]]
     data = StoredDataset(path=str(tmp_path / "pairs.jsonl"), batch_size=2)
-    stream = data.open(SourcePolicy(), own(), 0, ALONE)
+    stream = data.open(new_learner(SourcePolicy()), own(), 0)
     (batch,) = stream.batches([0])
     told = (255 * batch.examples.cond["length"][:, 0]).round().tolist()
     assert sorted(told) == [15, 15, 25, 25]
@@ -127,7 +127,7 @@ def test_stored_pairs_are_conditioned_on_their_own_source_and_refused_without(tm
         del row["references"]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(ValueError, match="takes 1 source references, and the request has 0"):
-        data.open(SourcePolicy(), own(), 0, ALONE)
+        data.open(new_learner(SourcePolicy()), own(), 0)
 
 
 def test_a_report_shows_the_source_beside_the_result(tmp_path):

@@ -1,4 +1,4 @@
-"""Losses on noised clean latents: DPO and its variants, KTO, MaPO, RWR and SFT.
+"""Losses on noised clean latents: preferences (DPO, KTO, ...), SFT, and forward-process RL.
 
 They see residuals (prediction - target) of the policy and the reference and a minibatch of
 examples; the training loop evaluates the networks.

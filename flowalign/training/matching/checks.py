@@ -8,6 +8,9 @@ from flowalign.training.matching.settings import Settings
 from flowalign.training.recipe import Log
 
 _TOLERANCE = 1e-3
+_LARGEST_DRIFT = 1e-4
+"""Mean square between velocities of equal weights: far above rounding in half precision, far below
+dropout, of velocities whose mean square is about 1."""
 _DISPLACED = "displaced_in_a_row"
 
 
@@ -24,9 +27,17 @@ class MatchingChecks:
         self.weights = WeightChecks(learner, cfg.on_failed_check, log)
 
     def before_update(self, metrics: Mapping[str, float]) -> None:
-        """Check, before the first update, that the loss is that of equal networks."""
+        """Check, before the first update, that networks with equal weights are equal."""
+        if self.learner.num_updates:
+            return
+        if metrics.get("old_drift", 0.0) > _LARGEST_DRIFT:
+            self.weights.fail(
+                f"before any update the old policy's velocities differ from the policy's by "
+                f"{metrics['old_drift']:.2g}, a mean square, though it has the same weights.\n"
+                "Look for dropout, or for layers that change when they are evaluated."
+            )
         expected = self.cfg.loss.requirements.at_start
-        if self.learner.num_updates or expected is None or not self.cfg.reference.equals_policy:
+        if expected is None or not self.cfg.reference.equals_policy:
             return
         expected *= metrics["weight"]
         found = metrics["policy_loss"]

@@ -5,12 +5,8 @@ import torch
 from flowalign.functional.matching import sample_error
 from flowalign.training.learner import Learner
 from flowalign.training.matching.batches import num_examples, on
-from flowalign.training.matching.residuals import (
-    Noised,
-    matching_residuals,
-    noise_for,
-    personal,
-)
+from flowalign.training.matching.noising import NoiseLevels, noise_for
+from flowalign.training.matching.residuals import matching_residuals, personal
 from flowalign.training.matching.settings import Settings
 from flowalign.types import Examples, VelocityField
 
@@ -57,7 +53,7 @@ def held_out_metrics(
 
 
 def _drifts(
-    cfg: Settings, learner: Learner, expert: VelocityField | None, noised: Noised
+    cfg: Settings, learner: Learner, expert: VelocityField | None, noised: NoiseLevels
 ) -> torch.Tensor:
     """Return [pairs, 3]: change of the winner's error, of the loser's, and which one fell more."""
     found = []

@@ -17,14 +17,16 @@ from typing_extensions import override
 
 from flowalign.functional.matching import sample_error
 from flowalign.training.learner import Learner
-from flowalign.training.matching.batches import num_examples, on, unpaired
+from flowalign.training.matching.batches import on, unpaired
 from flowalign.training.matching.checks import MatchingChecks
+from flowalign.training.matching.dividing import divided
 from flowalign.training.matching.evaluation import held_out_metrics
+from flowalign.training.matching.noising import Noised, noise_for
+from flowalign.training.matching.norms import means_by_third, norm_ratios
 from flowalign.training.matching.residuals import (
-    Noised,
     divergence,
+    evaluated_averages,
     matching_residuals,
-    noise_for,
     personal,
 )
 from flowalign.training.matching.settings import Settings
@@ -86,31 +88,31 @@ class MatchingLoop(Loop):
 
     @override
     def state(self) -> dict[str, Any]:
-        return {"loss_state": self.loss_state}
+        return {"loss_state": self.loss_state, "data": self.stream.state()}
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
         self.loss_state = dict(state["loss_state"])
+        self.stream.restore(state.get("data", {}))  # which older checkpoints do not have
 
     def _updates(self, batch: Batch, step: int, checks: MatchingChecks) -> dict[str, float]:
         """Make the updates of one step, and return the metrics of the last."""
         cfg, learner, seed, metrics = self.cfg, self.learner, self.seed, {}
         examples = personal(learner.policy, on(batch.examples, learner.processes.device))
-        stop = batch.first + num_examples(examples)
         for epoch in range(cfg.epochs_per_step):
-            data = noise_for(cfg, learner.policy, examples, batch.first, (seed, step, epoch))
-            order = torch.randperm(batch.total, generator=generator(seed, "order", step, epoch))
-            for part in order.tensor_split(min(cfg.updates_per_step, max(batch.total, 1))):
-                if len(part):
-                    local = part[(part >= batch.first) & (part < stop)] - batch.first
-                    parts = (data.take(some) for some in local.split(cfg.micro_batch))
-                    metrics = self._update(parts, len(part), checks)
+            key = seed, step, epoch
+            levels = noise_for(cfg, learner.policy, examples, batch.first, key, batch.steps)
+            draw = generator(seed, "order", step, epoch)
+            for update in divided(cfg, levels, batch.first, learner.processes, draw):
+                parts = (levels.take(part) for part in update.parts)
+                metrics = self._update(parts, update.total, checks)
+        learner.end_step()
         return metrics
 
     def _update(
         self, parts: Iterable[Noised], total: int, checks: MatchingChecks
     ) -> dict[str, float]:
-        """Make one update of `total` examples from this rank's micro-batches of them.
+        """Make one update of `total` noise levels from this rank's micro-batches of them.
 
         Returns metrics averaged over all ranks.
         """
@@ -125,7 +127,7 @@ class MatchingLoop(Loop):
             for name, value in found.items():
                 stats[name] = stats.get(name, 0.0) + share * value.float().to(part.sigma.device)
         means = torch.stack(list(stats.values())).tolist() if stats else []
-        metrics = learner.processes.total(dict(zip(stats, means, strict=True)))
+        metrics = means_by_third(learner.processes.total(dict(zip(stats, means, strict=True))))
         checks.before_update(metrics)
         if "margin_abs" in metrics:
             remember_margin(self.loss_state, metrics["margin_abs"])
@@ -142,10 +144,13 @@ def micro_batch_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
     reference = learner.reference if cfg.needs_reference else None
-    residuals = matching_residuals(cfg, learner.policy, reference, part, expert)
+    averages = evaluated_averages(cfg, learner)
+    residuals = matching_residuals(cfg, learner.policy, reference, part, expert, averages)
     examples = part.examples if cfg.loss.requirements.paired else unpaired(part.examples)
     loss, stats = cfg.loss.loss(residuals, examples, context)
-    stats["weight"] = part.examples.weight.mean()
+    stats |= norm_ratios(residuals) | {"weight": part.examples.weight.mean()}
+    if residuals.old is not None:
+        stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
     if cfg.sft:
         stats["sft"] = _winners(sample_error(residuals.policy), part.examples)
         loss = loss + cfg.sft * stats["sft"]

@@ -19,10 +19,11 @@ from flowalign.types import ModelPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Matching(Settings, Recipe):
-    """Configures training on pairs, labels or samples: the DPO family, KTO, fine-tuning."""
+    """Configures training on pairs, labels or scored samples: DPO, KTO, fine-tuning, NFT."""
 
     data: DataSource
-    """Source of the examples, by dotted path: `StoredDataset`, `Rollouts` or your own."""
+    """Source of the examples, by dotted path: `StoredDataset`, `Rollouts`, `ScoredGroups` or your
+    own."""
     on_failed_reward: OnFailure = field(default="raise", init=False)
     """Fixed to raise: stored data need no reward, and rollouts have a setting of their own."""
 
@@ -50,41 +51,43 @@ class Matching(Settings, Recipe):
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         data, loss = self.data, type(self.loss).__name__
-        self.times.check(model.sigmas)
+        self.times.check(model.sigmas, self.times_per_sample)
         if data.examples_per_step < world:
             raise ValueError(
                 f"recipe.data gives {data.examples_per_step} pairs or samples a step "
                 f"to {world} processes"
             )
         batch = data.examples_per_step * (2 if data.paired else 1)
-        passes, has_expert = batch * self.epochs_per_step, self.expert is not None
-        others = {"reference": self.needs_reference, "expert": has_expert}
-        beside = "".join(f" + {passes} {name}" for name, evaluated in others.items() if evaluated)
+        rows, has_expert = batch * self.times_per_sample, self.expert is not None
+        passes = rows * self.epochs_per_step
+        others = self.evaluations_beside | {"expert": int(has_expert)}
+        beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
         reference = type(self.reference).__name__ if self.needs_reference else None
-        per_velocity, num_rewards = run.policy.evaluations_per_velocity, len(run.rewards.models)
+        made, size = data.plan(run, model, world), prod(model.latent_shape)
         return RecipePlan(
             rows={
                 "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
-                **data.plan(per_velocity, num_rewards),
+                **made.rows,
                 "matching evaluations per step": f"{passes} training{beside}",
             },
-            parts=[MemoryPart("latents", 4 * (batch // world) * prod(model.latent_shape))],
+            parts=[
+                MemoryPart("latents", 4 * (batch // world) * size),
+                MemoryPart("noise", 4 * (rows // (1 + data.paired) // world) * size),
+                *made.parts,
+            ],
             evaluations_per_example=1 + data.paired,
-            weight_copies=(not isinstance(self.reference, FrozenBase)) + has_expert,
+            decode_batches=made.decode_batches,
+            weight_copies=self.reference.weight_copies + len(self.averages) + has_expert,
         )
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
         self.reference.build(learner)
+        for name, average in self.averages.items():
+            average.follow(learner, name)
         expert = self.expert.field(learner) if self.expert else None
-        stream = self.data.open(
-            learner.policy,
-            run.rewards,
-            run.seed,
-            learner.processes,
-            self.loss.requirements.requires,
-            log,
-        )
+        requires = self.loss.requirements.requires
+        stream = self.data.open(learner, run.rewards, run.seed, requires, log)
         return MatchingLoop(self, learner, stream, run.seed, expert, log)
 
     def _check_loss_and_data(self) -> None:
@@ -100,8 +103,25 @@ class Matching(Settings, Recipe):
                 f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
                 f"{type(self.data).__name__} never has here: it takes pairs that are stored"
             )
+        self._check_groups()
         if requirements.whole_batch:
             self.check_whole_batch(self.data.examples_per_step)
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if the loss compares the samples of groups that data do not have."""
+        loss, size = type(self.loss).__name__, self.data.rows_per_group
+        if not (self.loss.requirements.whole_groups or self.loss.requirements.shared_noise):
+            return
+        if size is None:
+            raise ValueError(
+                f"recipe.loss {loss} compares the samples of groups, which data of class "
+                f"{type(self.data).__name__} do not have: take ScoredGroups"
+            )
+        if self.micro_batch < size:
+            raise ValueError(
+                f"recipe.micro_batch is {self.micro_batch}, but {loss} compares all of the {size} "
+                "samples of a group: make it at least as large"
+            )
 
     def _check_references(self) -> None:
         """Raise ValueError if a reference is named that would not be evaluated."""
@@ -110,6 +130,7 @@ class Matching(Settings, Recipe):
                 "recipe.expert and recipe.data.kind attributes belong together: "
                 "an expert says what rows with attributes are matched to"
             )
+        self.check_averages(self.data.sampled_weights or "nothing")
         if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
             raise ValueError(
                 f"recipe.reference {type(self.reference).__name__} is not looked at: "

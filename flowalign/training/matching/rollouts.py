@@ -1,8 +1,8 @@
 """Make examples from the policy's own samples (online DPO): sample, score, pair, learn, repeat."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,18 +12,29 @@ from typing_extensions import override
 from flowalign.data.preference.pair_rules import BestWorst, Rule
 from flowalign.data.requests import Requests, read_requests
 from flowalign.distributed.processes import Processes
+from flowalign.functional.advantage import Scale
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
+from flowalign.training.learner import Learner
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
-from flowalign.training.recipe import Log, RunContext
-from flowalign.types import Examples, Label, Policy, Request
-from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt
+from flowalign.training.recipe import Log, RecipePlan, RunContext
+from flowalign.training.rollouts.comparison import (
+    Comparison,
+    GatheredCredit,
+    RewardComparison,
+    outcome_credit,
+)
+from flowalign.types import Examples, Label, ModelPlan, Policy, Request
+from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rollouts(DataSource):
+class Rollouts(Comparison, DataSource):
     """Samples prompts by the deterministic sampler, and pairs the samples by weighted rewards."""
+
+    key: ClassVar[str] = "recipe.data"
+    """Key of these settings in run files, for messages."""
 
     prompts: str
     """Path of a prompts file: a text file, one a line, or JSONL with a field `prompt`,
@@ -38,21 +49,20 @@ class Rollouts(DataSource):
     """Rule that chooses the pairs among the samples of a prompt."""
     micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call."""
-    on_failed_reward: Literal["raise", "drop_sample"] = "raise"
-    """raise: a failed reward ends the run. drop_sample: a sample without a score is not paired."""
+    advantage_scale: Scale = "given"
+    """Standard deviation that divides centred rewards before they are weighted, as in
+    `PolicyGradient`. given: rewards are weighted as they are, and a rule's `min_gap` is in their
+    unit."""
 
     def __post_init__(self) -> None:
         """Reject numbers with which nothing can be compared."""
+        require_ranges(self, self.key)
         if self.samples_per_prompt < 2:
             raise ValueError(
-                f"recipe.data.samples_per_prompt is {self.samples_per_prompt}; "
+                f"{self.key}.samples_per_prompt is {self.samples_per_prompt}; "
                 "a pair takes at least 2"
             )
-        for name in ("prompts_per_step", "num_steps", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"recipe.data.{name} is {getattr(self, name)}; it must be at least 1"
-                )
+        self.check_groups(self.key, self.samples_per_prompt)
 
     @property
     @override
@@ -63,6 +73,16 @@ class Rollouts(DataSource):
     @override
     def provides(self) -> Set[Label]:
         return {"labels"}
+
+    @property
+    @override
+    def rows_per_group(self) -> None:
+        return None
+
+    @property
+    @override
+    def sampled_weights(self) -> str:
+        return "policy"
 
     @property
     @override
@@ -89,38 +109,39 @@ class Rollouts(DataSource):
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
                 "rewards, and weigh at least one dimension in reward_weights"
             )
+        self.check_rewards(run.rewards)
 
     @override
-    def plan(self, evaluations_per_velocity: int, num_rewards: int) -> dict[str, str]:
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         samples = self.prompts_per_step * self.samples_per_prompt
-        evaluations = samples * self.num_steps * evaluations_per_velocity
-        return {
+        evaluations = samples * self.num_steps * run.policy.evaluations_per_velocity
+        rows = {
             "samples per step": f"{samples} = {self.prompts_per_step} prompts x "
             f"{self.samples_per_prompt}",
             "pairs per step": f"at most {self.examples_per_step}",
             "sampling evaluations per step": f"{evaluations}",
             "decodes per step": f"{samples}",
-            "reward calls per step": f"{samples * num_rewards}",
+            "reward calls per step": f"{samples * len(run.rewards.models)}",
         }
+        return RecipePlan(rows=rows)
 
     @override
     def open(
         self,
-        policy: Policy,
+        learner: Learner,
         rewards: Rewards,
         seed: int,
-        processes: Processes,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
     ) -> "RolloutStream":
         """Check that every process samples something; batches are made at their steps."""
-        if self.prompts_per_step < processes.world:
+        if self.prompts_per_step < learner.processes.world:
             raise ValueError(
                 f"recipe.data.prompts_per_step is {self.prompts_per_step}, "
-                f"fewer than the {processes.world} processes"
+                f"fewer than the {learner.processes.world} processes"
             )
         rewards = replace(rewards, on_failure=self.on_failed_reward)
-        return RolloutStream(self, policy, rewards, seed, processes)
+        return RolloutStream(self, learner.policy, rewards, seed, learner.processes)
 
 
 class RolloutStream(BatchStream):
@@ -131,6 +152,7 @@ class RolloutStream(BatchStream):
     ):
         self.cfg, self.policy, self.rewards, self.seed = cfg, policy, rewards, seed
         self.processes = processes
+        self.comparison = RewardComparison(cfg, rewards, processes)
         self.requests = Requests(read_requests(cfg.prompts), seed)
 
     @override
@@ -144,14 +166,22 @@ class RolloutStream(BatchStream):
         """Return None: pairs age with the policy that made them."""
         return None
 
+    @override
+    def state(self) -> dict[str, Any]:
+        return self.comparison.state()
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.comparison.restore(state)
+
     def _batch(self, step: int) -> Batch:
         cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
         local = list(self.processes.share(range(len(requests))))
         latents, scores = self._sampled(step, [requests[i] for i in local], local)
-        total = (scores.nan_to_num() * self.rewards.weights).sum(1)
-        total = total.where(self.rewards.usable(scores.isfinite()), torch.tensor(torch.nan))
-        weighted = self.rewards.weights != 0
-        better = scores[:, weighted] * self.rewards.weights[weighted].sign()
+        gathered = self._gathered(scores)
+        total = self._totals(gathered, len(scores))
+        weights = self.comparison.weights
+        better = scores[:, weights != 0] * weights[weights != 0].sign()
         found = [
             cfg.rule.pairs(some, t)
             for some, t in zip(
@@ -163,7 +193,22 @@ class RolloutStream(BatchStream):
         examples = self._paired(latents, scores, [requests[i] for i in local], found)
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
-        return Batch(examples, first, int(counts.sum()), self._metrics(scores, total, counts))
+        metrics = self.comparison.metrics(gathered) | {"pairs": float(counts.sum())}
+        self.comparison.learn(gathered.outcome)
+        return Batch(examples, first, int(counts.sum()), metrics)
+
+    def _gathered(self, scores: Float[Tensor, "n R"]) -> GatheredCredit:
+        """Credit samples for their transformed rewards, on all processes."""
+        cfg, transform = self.cfg, self.cfg.value_transform
+        value = scores if transform is None else transform(scores, self.rewards.dims)
+        credit = outcome_credit(value, cfg.samples_per_prompt)
+        return self.comparison.gather(credit, scores, cfg.samples_per_prompt)
+
+    def _totals(self, gathered: GatheredCredit, num_local: int) -> Float[Tensor, "n"]:
+        """Return what decides between this process's samples; NaN where one takes no part."""
+        total = self.comparison.advantages(gathered.credit)
+        local = slice(gathered.rank_offset, gathered.rank_offset + num_local)
+        return total.masked_fill(~gathered.trained, torch.nan)[local, 0]
 
     def _sampled(
         self, step: int, requests: Sequence[Request], places: Sequence[int]
@@ -211,19 +256,3 @@ class RolloutStream(BatchStream):
             desirable=torch.arange(len(rows)) < len(winners),
             scores=dict(zip(self.rewards.dims, scores[rows].unbind(1), strict=True)),
         )
-
-    def _metrics(
-        self, scores: Float[Tensor, "n R"], total: Float[Tensor, "n"], counts: Int[Tensor, "w"]
-    ) -> dict[str, float]:
-        """Return statistics of the rewards of all processes' samples."""
-        all_scores, totals = self.processes.gather(scores), self.processes.gather(total)
-        usable = totals[totals.isfinite()]
-        means = zip(self.rewards.dims, all_scores.nanmean(0).tolist(), strict=True)
-        nothing = float("nan")
-        return {
-            **{f"reward/{dim}": mean for dim, mean in means},
-            "reward_mean": float(usable.mean()) if len(usable) else nothing,
-            "reward_std": float(usable.std(correction=0)) if len(usable) else nothing,
-            "reward_invalid": 1 - len(usable) / len(totals),
-            "pairs": float(counts.sum()),
-        }

@@ -1,11 +1,19 @@
 """Define the settings of matching training that its loop reads."""
 
 from dataclasses import dataclass, field
+from typing import get_args
 
 from flowalign.functional.matching import Space
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.checks import OnFailure
-from flowalign.training.matching.references import FrozenBase, Reference, Teacher
+from flowalign.training.matching.references import (
+    Average,
+    AverageName,
+    FrozenBase,
+    GuidedReference,
+    Reference,
+    Teacher,
+)
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.types import MatchingLoss
 from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
@@ -20,11 +28,22 @@ class Settings:
     reference: Reference = field(default_factory=FrozenBase)
     """Model that the policy is compared with; only losses that need one evaluate it, and `kl` above
     0."""
+    old: Average | None = None
+    """Old policy: an average of the policy that some losses compare it with, such as DiffusionNFT,
+    and that scored groups may be sampled from. Null: none."""
+    anchor: Average | None = None
+    """Average of the policy that some losses hold it near, such as AWM. Null: none."""
+    behaviour: Average | None = None
+    """Average of the policy that scored groups may be sampled from, and that no loss reads, such as
+    CRD's. Null: none."""
     expert: Teacher | None = None
     """Weights whose velocities data of kind attributes are matched to (target-DPO). Null: latents
     are matched to noise - latents."""
     times: Times = field(default_factory=LogitNormal)
     """Distribution of the noise levels; the two rows of a pair share time and noise."""
+    times_per_sample: PositiveInt = 1
+    """Noise levels at which each pair or sample is matched in a pass, each with a noise of its
+    own; they are in the same update."""
     space: Space = "velocity"
     """Space in which squared errors are taken; `noise` is that of SD1.5 and SDXL."""
     sft: NonNegativeFloat = 0.0
@@ -52,6 +71,11 @@ class Settings:
         for name in ("sft", "kl", "displacement_patience"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"recipe.{name} is {getattr(self, name)}; it must be at least 0")
+        if self.loss.requirements.velocity and self.space != "velocity":
+            raise ValueError(
+                f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "
+                "velocities: leave it at velocity"
+            )
 
     @property
     def updates(self) -> int:
@@ -63,9 +87,50 @@ class Settings:
         """Return whether the reference is evaluated."""
         return self.loss.requirements.reference or self.kl > 0
 
+    @property
+    def averages(self) -> dict[AverageName, Average]:
+        """Return the averages of the policy that are kept beside the reference, by name."""
+        named: dict[AverageName, Average | None] = {
+            "old": self.old,
+            "anchor": self.anchor,
+            "behaviour": self.behaviour,
+        }
+        return {name: average for name, average in named.items() if average is not None}
+
+    @property
+    def evaluations_beside(self) -> dict[str, int]:
+        """Return the network evaluations per row of all that the policy is compared with."""
+        requirements = self.loss.requirements
+        guided = isinstance(self.reference, GuidedReference)
+        return {
+            "reference": self.needs_reference * (1 + guided),
+            "old": int(requirements.old),
+            "anchor": int(requirements.anchor),
+        }
+
+    def check_averages(self, sampled: str) -> None:
+        """Raise ValueError if an average is missing, or is neither evaluated nor sampled from.
+
+        `sampled` is the name of the weights from which data are sampled, such as `policy`.
+        """
+        requirements, loss = self.loss.requirements, type(self.loss).__name__
+        for name in get_args(AverageName)[1:]:
+            needed = getattr(requirements, name, False)
+            if (needed or sampled == name) and name not in self.averages:
+                who = f"recipe.loss {loss} compares the policy" if needed else "recipe.data samples"
+                raise ValueError(
+                    f"{who} {'with' if needed else 'from'} weights named {name}, and recipe.{name} "
+                    "is null: give them a schedule, such as {decay: 0.0} for a copy per step"
+                )
+            if name in self.averages and not (needed or sampled == name):
+                raise ValueError(
+                    f"recipe.{name} is not looked at: recipe.loss {loss} does not compare the "
+                    f"policy with it, and recipe.data samples from {sampled}"
+                )
+
     def check_whole_batch(self, num_examples: int) -> None:
         """Raise ValueError if a loss that compares all rows of a batch would see only a part."""
-        if num_examples > self.micro_batch * self.updates_per_step:
+        if num_examples * self.times_per_sample > self.micro_batch * self.updates_per_step:
             raise ValueError(
                 f"recipe.micro_batch is {self.micro_batch}, but {type(self.loss).__name__} "
                 f"compares all of the {num_examples} pairs or samples of a step: make it as large"

@@ -3,14 +3,32 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from typing import Any
 
-from flowalign.distributed.processes import Processes
+from jaxtyping import Bool, Float
+from torch import Tensor
+
 from flowalign.rewards.composite import Rewards
-from flowalign.training.recipe import Log, RunContext
-from flowalign.types import Examples, Label, Policy
+from flowalign.training.learner import Learner
+from flowalign.training.recipe import Log, RecipePlan, RunContext
+from flowalign.types import Examples, Label, ModelPlan
 
 NO_LABELS: Set[Label] = frozenset()
 """Labels that most losses require beside media and prompts: none."""
+
+
+@dataclass(frozen=True)
+class StepAdvantages:
+    """Holds what the denoising steps of samples earned, compared with other samples."""
+
+    sigmas: Float[Tensor, "S"]
+    """Noise levels of the sampler, one more than there are steps."""
+    advantage: Float[Tensor, "n T"]
+    """Advantage of each step of each sample."""
+    trained: Bool[Tensor, "n T"]
+    """Steps at whose noise levels a sample is an example."""
+    completed: Mapping[int, Float[Tensor, "n *latent"]] = field(default_factory=dict)
+    """Clean latents to match at the noise levels of a step in place of the sample, by step."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +43,9 @@ class Batch:
     """Number of pairs or samples of all processes."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Measurements taken while the batch was made, equal on all processes."""
+    steps: StepAdvantages | None = None
+    """Advantages of denoising steps, by which samples count at the noise levels of these; None
+    where `examples` hold their advantages."""
 
 
 class BatchStream(ABC):
@@ -38,6 +59,14 @@ class BatchStream(ABC):
     def held_out(self) -> Examples | None:
         """Return this process's share of the pairs that are never trained on, or None."""
 
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold for the stream, as JSON values."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a checkpoint. Called before `batches`."""
+
 
 class DataSource(ABC):
     """Configures where examples come from: the component `recipe.data` of a run file."""
@@ -46,6 +75,11 @@ class DataSource(ABC):
     @abstractmethod
     def paired(self) -> bool:
         """Return True for pairs, False for samples."""
+
+    @property
+    @abstractmethod
+    def sampled_weights(self) -> str | None:
+        """Return the weights that make the examples: policy or the name of an average; or None."""
 
     @property
     @abstractmethod
@@ -67,6 +101,11 @@ class DataSource(ABC):
 
     @property
     @abstractmethod
+    def rows_per_group(self) -> int | None:
+        """Return the most samples of a group that are compared, or None if there are no groups."""
+
+    @property
+    @abstractmethod
     def prompt_files(self) -> list[str]:
         """Return the files of prompts that are sampled."""
 
@@ -75,16 +114,19 @@ class DataSource(ABC):
         """Raise ValueError for settings that no run can use, before anything heavy is loaded."""
 
     @abstractmethod
-    def plan(self, evaluations_per_velocity: int, num_rewards: int) -> dict[str, str]:
-        """Return the rows of the plan table about the examples of one step."""
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        """Return what the examples of one step take: rows of the plan table, and memory.
+
+        Raises:
+            ValueError: That many processes, or this model, cannot make the examples.
+        """
 
     @abstractmethod
     def open(
         self,
-        policy: Policy,
+        learner: Learner,
         rewards: Rewards,
         seed: int,
-        processes: Processes,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
     ) -> BatchStream:

@@ -1,9 +1,9 @@
 """Serve examples of a dataset on disk, encoded once and cached."""
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from typing_extensions import override
@@ -13,24 +13,19 @@ from flowalign.data.preference.attributes import read_attributes
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import Keep, fitting, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.pairs import (
-    Example,
-    Pair,
-    Sample,
-    all_requests,
-    media_of,
-)
+from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.kept import DTYPES
+from flowalign.training.learner import Learner
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
-from flowalign.training.recipe import Log, RunContext
+from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Label, Personal, Policy
-from flowalign.utils.ranges import Decay, NonNegativeInt, PositiveInt, UnitInterval
+from flowalign.types import Examples, Label, ModelPlan, Personal, Policy
+from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
 Kind = Literal["pairs", "samples", "attributes"]
@@ -79,28 +74,15 @@ class StoredDataset(DataSource):
     stage_steps: NonNegativeInt = 0
     """Steps of each stage of a curriculum: pairs of stage k are used after k stages. 0: all at
     once."""
-    held_out_pairs: NonNegativeInt = 256
+    held_out_pairs: PositiveInt = 256
     """Largest number of held-out pairs that are evaluated."""
-    max_dropped_fraction: Decay = 0.05
+    max_dropped_fraction: UnitInterval = 0.05
     """Share of unusable pairs or samples above which the run ends before it begins. Rows that
     datasets hold by design, such as ties and repeated pairs, are reported and do not count."""
 
     def __post_init__(self) -> None:
         """Reject numbers that no batch can have."""
-        for name in ("batch_size", "held_out_pairs"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"recipe.data.{name} is {getattr(self, name)}; it must be at least 1"
-                )
-        for name in ("flip", "prompt_dropout", "user_dropout", "max_dropped_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(
-                    f"recipe.data.{name} is {getattr(self, name)}; it must be in [0, 1]"
-                )
-        if self.stage_steps < 0:
-            raise ValueError(
-                f"recipe.data.stage_steps is {self.stage_steps}; it must be at least 0"
-            )
+        require_ranges(self, "recipe.data")
         if not self.paired and (self.weighting or self.stage_steps):
             raise ValueError(
                 "recipe.data.weighting and stage_steps are of pairs; recipe.data.kind is samples"
@@ -114,8 +96,18 @@ class StoredDataset(DataSource):
 
     @property
     @override
+    def sampled_weights(self) -> None:
+        return None
+
+    @property
+    @override
     def provides(self) -> Set[Label]:
         return {"labels", "segments", "masks"} if self.kind == "pairs" else {"labels"}
+
+    @property
+    @override
+    def rows_per_group(self) -> None:
+        return None
 
     @property
     @override
@@ -150,21 +142,20 @@ class StoredDataset(DataSource):
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
 
     @override
-    def plan(self, evaluations_per_velocity: int, num_rewards: int) -> dict[str, str]:
-        return {f"{self.kind} per step": str(self.batch_size)}
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        return RecipePlan(rows={f"{self.kind} per step": str(self.batch_size)})
 
     @override
     def open(
         self,
-        policy: Policy,
+        learner: Learner,
         rewards: Rewards,
         seed: int,
-        processes: Processes,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
     ) -> "StoredStream":
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
-        return StoredStream(self, policy, seed, processes, requires, log)
+        return StoredStream(self, learner.policy, seed, learner.processes, requires, log)
 
     def read(
         self, path: str, kind: Kind, requires: Set[Label], keep: Keep
@@ -228,6 +219,14 @@ class StoredStream(BatchStream):
         """Return held-out pairs, without mirroring or dropout."""
         held_out = self.held_out_examples
         return self.held_out_collator.build(held_out) if held_out else None
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
 
     def _training_examples(self, requires: Set[Label]) -> list[Example]:
         cfg = self.cfg

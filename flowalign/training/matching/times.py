@@ -31,8 +31,13 @@ class Times(ABC):
     def highest(self, schedule: Schedule) -> float:
         """Return an upper bound of all draws."""
 
-    def check(self, schedule: Schedule) -> None:
-        """Raise ValueError if draws may be noisier than anything that the model was trained on."""
+    def check(self, schedule: Schedule, per_sample: int = 1) -> None:
+        """Raise ValueError for draws noisier than the model was trained on, or too many of them."""
+        if self.most is not None and per_sample > self.most:
+            raise ValueError(
+                f"recipe.times_per_sample is {per_sample}, but recipe.times has {self.most} "
+                "different noise levels: lower it, or set times.distinct to false"
+            )
         highest, trained = self.highest(schedule), float(schedule(1)[0])
         if highest > trained + _ROUNDING:
             raise ValueError(
@@ -40,6 +45,11 @@ class Times(ABC):
                 f"was trained up to {trained:.4f}: choose SamplerGrid, whose sigmas are the "
                 "model's own, or Uniform with a lower `high`"
             )
+
+    @property
+    @abstractmethod
+    def most(self) -> int | None:
+        """Return the largest number of noise levels of one sample, or None if there is none."""
 
     @abstractmethod
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
@@ -51,9 +61,11 @@ class Uniform(Times):
     """Distributes sigma uniformly from `low` to `high`."""
 
     low: UnitInterval = 0.0
-    """Smallest sigma, at least 0."""
+    """Smallest sigma before the shift, at least 0."""
     high: UnitInterval = 1.0
-    """Largest sigma, at most 1."""
+    """Largest sigma before the shift, at most 1."""
+    shift: PositiveFloat = 1.0
+    """Timestep shift of SD3, above 0, towards noise; 1 is none."""
 
     def __post_init__(self) -> None:
         """Reject an empty range."""
@@ -62,11 +74,17 @@ class Uniform(Times):
 
     @override
     def highest(self, schedule: Schedule) -> float:
-        return self.high
+        return float(_shifted(torch.tensor(self.high), self.shift))
+
+    @property
+    @override
+    def most(self) -> None:
+        return None
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
-        return self.low + (self.high - self.low) * torch.rand(count, generator=generator)
+        sigma = self.low + (self.high - self.low) * torch.rand(count, generator=generator)
+        return sigma if self.shift == 1 else _shifted(sigma, self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +112,15 @@ class LogitNormal(Times):
         """Return 1, below which any sigma has a positive density."""
         return 1.0
 
+    @property
+    @override
+    def most(self) -> None:
+        return None
+
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
         sigma = (self.mean + self.std * torch.randn(count, generator=generator)).sigmoid()
-        return self.shift * sigma / (1 + (self.shift - 1) * sigma)
+        return _shifted(sigma, self.shift)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +136,9 @@ class SamplerGrid(Times):
     start: NonNegativeInt = 0
     """Index of the first step."""
     stop: PositiveInt | None = None
-    """Index after the last step. Null: num_steps."""
+    """Index after the last step. Null: num_steps. DiffusionNFT: 9 of the sampler's 10."""
+    distinct: bool = False
+    """Whether the noise levels of one sample are all different, in random order."""
 
     def __post_init__(self) -> None:
         """Reject a range without steps."""
@@ -129,7 +154,20 @@ class SamplerGrid(Times):
         """Return the first of the levels."""
         return float(schedule(self.num_steps)[self.start])
 
+    @property
+    @override
+    def most(self) -> int | None:
+        """Return the number of levels, if those of a sample differ."""
+        stop = self.num_steps if self.stop is None else self.stop
+        return stop - self.start if self.distinct else None
+
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:
         levels = policy.schedule(self.num_steps)[:-1][self.start : self.stop].cpu()
+        if self.distinct:
+            return levels[torch.randperm(len(levels), generator=generator)[:count]].float()
         return levels[torch.randint(len(levels), (count,), generator=generator)].float()
+
+
+def _shifted(sigma: Tensor, shift: float) -> Tensor:
+    return shift * sigma / (1 + (shift - 1) * sigma)

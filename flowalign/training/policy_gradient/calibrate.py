@@ -17,9 +17,9 @@ from flowalign.sampling.completion import CompletionRequest
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.rollouts import completion_values
 from flowalign.training.policy_gradient.settings import Settings
 from flowalign.training.recipe import Log, RunContext
+from flowalign.training.rollouts.collecting import completion_values
 from flowalign.types import Request
 from flowalign.utils.seeds import generator
 

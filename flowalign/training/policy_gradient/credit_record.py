@@ -20,7 +20,7 @@ from flowalign.reports.credit_chart import MOST_ROWS, CreditRecord, draw
 from flowalign.sampling.branching import Branching, Chain
 from flowalign.sampling.completion import CompletionRequest
 from flowalign.training.policy_gradient.advantages import StepObserver, StepResult
-from flowalign.training.policy_gradient.state_values import CompletionValues
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import CreditEstimator, Policy, Trajectory
 from flowalign.utils.files import write_text
 

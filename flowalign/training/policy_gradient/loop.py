@@ -15,35 +15,32 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
-from flowalign.functional.combine import Multipliers
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.advantages import (
-    GatheredCredit,
-    StepObserver,
-    StepResult,
-    build_batch,
-    compute_advantages,
-    compute_credit,
-    constraint_metrics,
-    credit_metrics,
-    gather_credit,
-)
+from flowalign.training.policy_gradient.advantages import StepObserver, StepResult, build_batch
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, parts
 from flowalign.training.policy_gradient.checks import PolicyGradientChecks
 from flowalign.training.policy_gradient.chunks import with_log_ratios
-from flowalign.training.policy_gradient.critics import learned
-from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
-from flowalign.training.policy_gradient.rollouts import collect_rollouts
 from flowalign.training.policy_gradient.settings import Settings
-from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.policy_gradient.step_gradients import StepGradients
 from flowalign.training.recipe import Log, Loop
+from flowalign.training.rollouts.advantages import (
+    compute_advantages,
+    compute_credit,
+    credit_metrics,
+    gather_credit,
+    transition_metrics,
+)
+from flowalign.training.rollouts.collecting import collect_rollouts
+from flowalign.training.rollouts.comparison import RewardComparison
+from flowalign.training.rollouts.critics import learned
+from flowalign.training.rollouts.outcome_history import OutcomeHistory
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Minibatch
 from flowalign.utils.seeds import generator
 
@@ -63,8 +60,8 @@ class PolicyGradientLoop(Loop):
     ):
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.requests, self.observer, self.log = requests, observer, log
-        self.multipliers = cfg.thresholds.start(rewards.dims) if cfg.thresholds else None
-        """Lagrange multipliers of reward dimensions that are held near thresholds."""
+        self.comparison = RewardComparison(cfg, rewards, learner.processes)
+        """Comparison of credit, by weights that thresholds change."""
         self.steps = step_gradients(cfg, learner)
         """Gradients of denoising steps, if their weights are measured."""
         self.history = OutcomeHistory(cfg.history)
@@ -75,6 +72,7 @@ class PolicyGradientLoop(Loop):
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
         cfg, learner, rewards, seed = self.cfg, self.learner, self.rewards, self.seed
+        comparison = self.comparison
         checks = PolicyGradientChecks(cfg.algorithm, learner, cfg.on_failed_check, self.log)
         for step in steps:
             start = time.perf_counter()
@@ -83,12 +81,14 @@ class PolicyGradientLoop(Loop):
             values.history = self.history
             sampled = time.perf_counter()
             credit = compute_credit(cfg, values)
-            gathered = gather_credit(cfg, learner.processes, values, credit)
+            gathered = gather_credit(comparison, values, credit)
             self.history.add([request.key for request in requests], gathered.outcome)
-            advantage = compute_advantages(cfg, gathered.credit, self.weights)
+            advantage = compute_advantages(cfg, comparison, gathered.credit)
             averages = self.steps and self.steps.averages
             batch = build_batch(cfg, learner.processes, values, gathered, advantage, averages)
-            metrics = self._finish_credit(gathered, advantage) | self.learn(values)
+            metrics = credit_metrics(comparison, gathered, advantage) | transition_metrics(gathered)
+            comparison.learn(gathered.outcome)
+            metrics |= self.learn(values)
             if self.observer:
                 self.observer(step, StepResult(batch, credit, values))
             credited = time.perf_counter()
@@ -106,12 +106,6 @@ class PolicyGradientLoop(Loop):
             }
             yield metrics | checks.metrics()
 
-    @property
-    def weights(self) -> Float[Tensor, "R"]:
-        """Return this step's reward weights: those of the run file, times the multipliers."""
-        given = self.rewards.weights
-        return given if self.multipliers is None else self.multipliers.scale(given)
-
     @override
     def evaluate(self) -> dict[str, float]:
         return {}
@@ -123,7 +117,7 @@ class PolicyGradientLoop(Loop):
     @override
     def state(self) -> dict[str, Any]:
         return {
-            "multipliers": self.multipliers and self.multipliers.state(),
+            **self.comparison.state(),
             "history": self.history.state(),
             "step_weight": self.steps and self.steps.state(),
             "critic": self.critic and self.critic.state(),
@@ -131,8 +125,7 @@ class PolicyGradientLoop(Loop):
 
     @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        if self.multipliers and state["multipliers"]:
-            self.multipliers = self.multipliers.restored(state["multipliers"])
+        self.comparison.restore(state)
         if self.steps and state.get("step_weight"):  # older checkpoints have none
             self.steps.restore(state["step_weight"])
         self.history.restore(state.get("history", []))  # which 0.1 did not save
@@ -148,24 +141,6 @@ class PolicyGradientLoop(Loop):
             return {}
         self.critic, metrics = learned(self.cfg, self.critic, self.learner.processes, values)
         return metrics
-
-    def _finish_credit(
-        self, gathered: GatheredCredit, advantage: Float[Tensor, "n T"]
-    ) -> dict[str, float]:
-        """Return metrics of the step's credit; then update the multipliers with its outcomes."""
-        metrics = credit_metrics(self.rewards, gathered, advantage)
-        metrics |= constraint_metrics(self.cfg, self.rewards, self.multipliers, gathered)
-        self.multipliers = moved(self.cfg, self.multipliers, gathered.outcome)
-        return metrics
-
-
-def moved(
-    cfg: Settings, multipliers: Multipliers | None, outcome: Float[Tensor, "n R"]
-) -> Multipliers | None:
-    """Return the multipliers after a step with these rewards of finished samples."""
-    if cfg.thresholds is None or multipliers is None:
-        return None
-    return cfg.thresholds.after(multipliers, outcome)
 
 
 def step_gradients(cfg: Settings, learner: Learner) -> StepGradients | None:

@@ -4,47 +4,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
+from typing_extensions import override
 
-from flowalign.credit.critic import Critic
 from flowalign.credit.outcome import Outcome
-from flowalign.functional.advantage import Combine, Scale
-from flowalign.functional.completion import Completion
 from flowalign.functional.weight import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
-from flowalign.rewards.checked import OnFailure
-from flowalign.rewards.composite import Rewards
-from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds
-from flowalign.sampling.completion import CompletionRequest, CreditRequirements, credit_requirements
-from flowalign.sampling.rollout import empty_trajectory
-from flowalign.sampling.settings import Sampling
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.measured import MeasuredWeight
-from flowalign.types import CreditEstimator, PolicyLoss, Trajectory, plain_requests
-from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, PositiveInt, require_ranges
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.types import CreditEstimator, PolicyLoss
+from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RolloutSettings):
     """Configures what to sample, how to credit it, and what to optimise."""
 
-    sampling: Sampling
-    """How the trajectories of a prompt are drawn."""
     credit: CreditEstimator = field(default_factory=Outcome)
     """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
-    completion: Completion = field(default_factory=Completion)
-    """How intermediate states are completed when the credit method requests their values."""
-    critic: Critic | None = None
-    """Regression that predicts outcomes from the denoiser's features, for credit that reads its
-    predictions. Null: none."""
     algorithm: PolicyLoss = field(default_factory=GRPO)
     """Loss of the transitions: `GRPO` or `StepDPO`."""
-    prompts_per_step: PositiveInt = 8
-    """P, prompts of a step over all processes together."""
-    rollout_batch_prompts: PositiveInt | None = None
-    """Prompts of a process that are sampled together; rewards of one batch are computed while the
-    next is sampled. Null: all of them. Changes time and memory, not the update."""
     updates_per_step: PositiveInt = 1
     """Number of optimizer updates into which the samples of a step are divided."""
     epochs_per_step: PositiveInt = 1
@@ -52,40 +32,12 @@ class Settings:
     micro_batch: PositiveInt = 64
     """States per forward and backward pass, with all transitions that leave them; changes memory,
     not the update."""
-    advantage_scale: Scale = "group"
-    """Standard deviation that divides centred credit. group: of the group (GRPO). batch: of the
-    whole step (Flow-GRPO's global std). joint: of all steps of a prompt together. pooled: of all
-    prompts at the same denoising step, whose mean is the baseline, too. none: 1 (Dr. GRPO).
-    leave_one_out: none, and each is compared with the mean of the others (RLOO). given: the credit
-    method returns advantages."""
-    std_correction: Literal[0, 1] = 0
-    """1: these deviations divide by n - 1 (DanceGRPO, MixGRPO), 0: by n (Flow-GRPO)."""
-    advantage_combine: Combine = "sum_of_advantages"
-    """sum_of_advantages: each reward dimension is normalised by itself, then weighted (DanceGRPO).
-    advantage_of_sum: rewards are weighted and added first (Flow-GRPO)."""
-    value_transform: LogSigmoidCentred | None = None
-    """Transform of rewards before they are credited; metrics show raw rewards. Null: none."""
-    pareto: Pareto = "off"
-    """Train only samples that no other dominates in all weighted rewards (Parrot). group: among
-    those of their prompt. batch: among those of the step. off: train all."""
-    thresholds: Thresholds | None = None
-    """Thresholds of reward dimensions, which count while their mean misses them. Null: none."""
-    advantage_clip: PositiveFloat = 5.0
-    """Largest absolute advantage. Default: 5, as in Flow-GRPO's code."""
-    std_floor: NonNegativeFloat = 1e-6
-    """Standard deviation of credit up to which a group carries no signal and gets zeros."""
-    extremes: PositiveInt | None = None
-    """Number of the best and of the worst of each group that are trained (DanceGRPO for videos: 4
-    of 24), by their advantage among all. Null: all are."""
     step_weight: Literal[StepWeight, "measured"] | list[NonNegativeFloat] | MeasuredWeight = (
         "uniform"
     )
     """Weight of each denoising step in the loss: a rule such as `uniform` or `dt`; a number for
     each step, such as `flowalign probe` finds; or `measured` while training, with settings of its
     own such as `{measured: update, half_life: 40}`."""
-    on_failed_reward: OnFailure = "raise"
-    """raise: a failed reward ends the run. drop_sample: transitions whose credit is unknown are not
-    trained. drop_group: nor are those of the other samples of their prompt at the same step."""
     on_failed_check: checks.OnFailure = "raise"
     """raise: a failed check of the first updates stops the run. warn: it is logged."""
 
@@ -93,16 +45,19 @@ class Settings:
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
         self._check_step_weight()
-        self._check_advantages()
+        self.check_comparison()
         if self.updates_per_step > self.examples_per_step:
             raise ValueError(
                 f"recipe.updates_per_step is {self.updates_per_step}, more than the "
                 f"{self.examples_per_step} samples of a step that they are made of"
             )
         for iteration in (0, 10**6):
-            steps = self.sampling.sde_window.steps(
-                self.sampling.num_steps, iteration, torch.Generator()
-            )
+            steps = self.window(iteration)
+            if not steps:
+                raise ValueError(
+                    f"recipe.sampling.sde_window {type(self.sampling.sde_window).__name__} chooses "
+                    "no step to train; choose another, such as flowalign.sampling.AllButLast"
+                )
             self.requested(steps)
             if self.algorithm.chunks is not None:
                 check_chains(self.empty_trajectory(steps))
@@ -143,24 +98,6 @@ class Settings:
         assert not isinstance(self.step_weight, MeasuredWeight)
         return self.step_weight
 
-    def _check_advantages(self) -> None:
-        alone = self.sampling.samples_per_prompt == 1
-        if alone and self.advantage_scale in ("group", "batch", "none", "leave_one_out"):
-            raise ValueError(
-                "sampling.samples_per_prompt is 1: a group of one has no others to compare with. "
-                "Use at least 2, or advantage_scale pooled"
-            )
-        if self.std_correction and self.advantage_scale in ("none", "leave_one_out", "given"):
-            raise ValueError(
-                f"recipe.std_correction is {self.std_correction}, but advantage_scale "
-                f"{self.advantage_scale} divides by no deviation: set it to 0"
-            )
-        if self.extremes is not None and 2 * self.extremes > self.sampling.samples_per_prompt:
-            raise ValueError(
-                f"recipe.extremes is {self.extremes}: the best and the worst {self.extremes} are "
-                f"more than the {self.sampling.samples_per_prompt} samples of a prompt"
-            )
-
     @property
     def updates(self) -> int:
         """Return the number of optimizer updates of one step of the loop."""
@@ -169,78 +106,16 @@ class Settings:
     @property
     def examples_per_step(self) -> int:
         """Return the number of trajectories of one step, over all processes."""
-        return self.prompts_per_step * self.sampling.samples_per_prompt
+        return self.num_samples
 
-    def check_rewards(self, rewards: Rewards) -> None:
-        """Raise ValueError if a setting names reward dimensions that do not fit."""
-        rewards.check_weights()
-        for part in (self.value_transform, self.thresholds):
-            if part:
-                part.check(rewards)
-
-    def empty_trajectory(self, steps: Sequence[int]) -> Trajectory:
-        """Return the samples of one prompt before they are drawn.
-
-        Raises:
-            ValueError: The samples cannot be arranged in this way.
-        """
-        sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return empty_trajectory(self.sampling, steps, plain_requests([""]), sigmas)
-
-    def requested(self, steps: Sequence[int]) -> tuple[CompletionRequest, ...]:
-        """Return the states that the credit method values.
-
-        Raises:
-            ValueError: The settings do not meet the needs of the credit method.
-        """
-        return self._requirements(steps).requested
+    @override
+    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
+        """Return the states of trained steps and of credit; all if chunks are made of them."""
+        if self.algorithm.chunks == "latent_change":
+            return tuple(range(self.sampling.num_steps + 1))
+        return tuple(sorted({*steps, *(k + 1 for k in steps), *self.credited(steps)}))
 
     @property
-    def history(self) -> int:
-        """Return the number of earlier steps whose outcomes the credit method compares with."""
-        first = self.sampling.sde_window.steps(self.sampling.num_steps, 0, torch.Generator())
-        return self._requirements(first).history
-
-    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states that a rollout keeps.
-
-        They are those of trained steps, the last, and those that credit starts from or reads.
-        """
-        num_steps = self.sampling.num_steps
-        if self.algorithm.chunks == "latent_change":
-            return tuple(range(num_steps + 1))
-        needs = self._requirements(steps)
-        started = {k for k, how in needs.requested if not how.follows_rollout}
-        return tuple(sorted({num_steps, *steps, *(k + 1 for k in steps), *started, *needs.read}))
-
-    def observed(self, steps: Sequence[int]) -> tuple[int, ...]:
-        """Return the indices of the states whose features a rollout keeps."""
-        return tuple(sorted(self._requirements(steps).observed))
-
-    def _requirements(self, steps: Sequence[int]) -> CreditRequirements:
-        needs = credit_requirements(self.credit, self.empty_trajectory(steps), self.completion)
-        if needs.credit.normalised != (self.advantage_scale == "given"):
-            advised = (
-                "advantages: set it to given"
-                if needs.credit.normalised
-                else "no advantages: choose from group, batch, joint, pooled, none, leave_one_out"
-            )
-            raise ValueError(
-                f"recipe.advantage_scale is {self.advantage_scale}, but "
-                f"{type(self.credit).__name__} gives {advised}"
-            )
-        between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
-        if between and self.sampling.tail_ratio is not None:
-            raise ValueError(
-                f"recipe.sampling.tail_ratio shortens rollouts, but {type(self.credit).__name__} "
-                f"values the states {between} on the whole schedule: set it to null"
-            )
-        if bool(needs.predicted) != (self.critic is not None):
-            name = type(self.credit).__name__
-            raise ValueError(
-                f"recipe.critic is null, but {name} reads what a critic predicts: set it to {{}}"
-                if needs.predicted
-                else f"recipe.critic is set, but {name} reads no predictions: set it to null, or "
-                "recipe.credit to flowalign.credit.LambdaReturn"
-            )
-        return needs
+    @override
+    def needs_means(self) -> bool:
+        return self.algorithm.needs_mean_old

@@ -11,12 +11,13 @@ from flowalign.functional.matching import noised
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.batches import on
 from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.references import Teacher
-from flowalign.training.matching.residuals import matching_residuals, noise_for
+from flowalign.training.matching.residuals import matching_residuals
 from flowalign.training.matching.settings import Settings
 from flowalign.training.matching.stored import StoredDataset
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.training import ALONE, checked, new_learner, new_rewards
+from tests.fixtures.training import checked, new_learner, new_rewards
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def opened(dataset, expert):
     cfg = StoredDataset(
         path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5
     )
-    stream = cfg.open(learner.policy, new_rewards(), 0, ALONE)
+    stream = cfg.open(learner, new_rewards(), 0)
     return learner, stream, expert[1].field(learner)
 
 
@@ -68,7 +69,7 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
     learner, stream, teacher = opened(dataset, expert)
     cfg = Settings(loss=DPO(beta=100.0))
     (batch,) = stream.batches([0])
-    data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0))
+    data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0)).all()
     latents = data.examples.latents
     assert torch.equal(latents[:2], latents[2:])
     errors = matching_residuals(cfg, learner.policy, learner.reference, data, teacher)

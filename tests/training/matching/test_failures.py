@@ -16,7 +16,7 @@ from flowalign.training.checks import WeightChecks
 from flowalign.training.ema import EMA
 from flowalign.training.matching.rollouts import Rollouts
 from tests.fixtures.pixel import Redness
-from tests.fixtures.training import ALONE, new_learner
+from tests.fixtures.training import new_learner
 
 
 def stream(tmp_path, **changes):
@@ -30,7 +30,7 @@ def stream(tmp_path, **changes):
         **changes,
     )
     rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0})
-    return cfg.open(new_learner().policy, rewards, 0, ALONE)
+    return cfg.open(new_learner(), rewards, 0)
 
 
 def test_a_reward_that_fails_stops_online_training_and_is_named(tmp_path):

@@ -19,7 +19,7 @@ from flowalign.training.learner import TrainingFailure
 from flowalign.training.matching.checks import MatchingChecks
 from flowalign.training.matching.evaluation import held_out_metrics
 from flowalign.training.matching.loop import micro_batch_loss
-from flowalign.training.matching.residuals import noise_for
+from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.source import Batch
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.types import ALONE, MatchingLoss, Requirements, plain_requests
@@ -284,7 +284,7 @@ def test_held_out_metrics_are_means_over_draws_of_errors_by_hand():
     train(recipe(), learner, pairs(), steps=3)
     rows, chosen, rejected = pairs(5, seed=1), [], []
     for draw in range(4):
-        data = noise_for(recipe(), learner.policy, rows, 0, (3, draw, -1))
+        data = noise_for(recipe(), learner.policy, rows, 0, (3, draw, -1)).all()
         noise, sigma = data.rows()
         x = (1 - sigma[:, None]) * rows.latents + sigma[:, None] * noise
         with torch.no_grad():
@@ -345,7 +345,7 @@ def moved_learner():
 
 def parts(learner, examples):
     """A draw, and the errors of policy and reference in it."""
-    data = noise_for(recipe(), learner.policy, examples, 0, (5, 0, 0))
+    data = noise_for(recipe(), learner.policy, examples, 0, (5, 0, 0)).all()
     noise, sigma = data.rows()
     x = (1 - sigma[:, None]) * examples.latents + sigma[:, None] * noise
     with torch.no_grad():

@@ -256,7 +256,7 @@ def test_samples_have_their_labels_and_no_partner(tmp_path):
 
 def opened_for(requires: set, path: str, log=lambda _: None):
     cfg = StoredDataset(path=path, kind="samples", batch_size=4)
-    return cfg.open(new_learner().policy, Rewards([], {}), 0, ALONE, requires, log)
+    return cfg.open(new_learner(), Rewards([], {}), 0, requires, log)
 
 
 def test_a_loss_that_needs_labels_never_sees_a_sample_without_one(tmp_path):
@@ -561,7 +561,7 @@ def opened(prompts: str, rewards: Rewards, learner=None, seed: int = 0, **change
         }
         | changes
     )
-    return cfg.open((learner or new_learner()).policy, rewards, seed, ALONE)
+    return cfg.open(learner or new_learner(), rewards, seed)
 
 
 def sampled(stream, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -613,6 +613,7 @@ def test_what_a_batch_has_shown_is_said_of_all_samples(prompts):
             "reward_mean": 2 * float(pixels[..., 1].mean()),
             "reward_std": 2 * float(pixels[..., 1].std(correction=0)),
             "reward_invalid": 0.0,
+            "zero_std_ratio": 0.0,
             "pairs": 3.0,
         },
         abs=1e-5,
@@ -737,7 +738,7 @@ def test_a_run_costs_what_the_plan_says(prompts):
     stream = opened(prompts, rewards, learner, rule=Gap())
     cfg = recipe(updates_per_step=2, epochs_per_step=3)
     train(cfg, learner, stream, steps=2)
-    rows = stream.cfg.plan(learner.policy.evaluations_per_velocity, 1)
+    rows = stream.cfg.plan(told_of(rewards), learner.policy.plan(), 1).rows
     assert rows["samples per step"] == "12 = 3 prompts x 4"
     assert rows["pairs per step"] == "at most 18"
     sampling, calls = (
@@ -782,7 +783,7 @@ def test_fewer_prompts_than_processes_are_refused(prompts):
     cfg = Rollouts(prompts=prompts, prompts_per_step=1, samples_per_prompt=4, rule=Gap())
     rewards, two = Rewards([Redness()], {"redness": 1.0}), Processes(0, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"data\.prompts_per_step is 1, fewer than the 2"):
-        cfg.open(new_learner().policy, rewards, 0, two)
+        cfg.open(new_learner(processes=two), rewards, 0)
 
 
 # Two processes ------------------------------------------------------------------------------------
@@ -832,7 +833,7 @@ def _rollouts(folder: Path, processes: Processes, **changes):
     )
     rewards = Rewards([Redness(fail_on="ab")], {"redness": 1.0})
     loss_state: dict[str, float] = {}
-    stream = cfg.open(learner.policy, rewards, 0, processes)
+    stream = cfg.open(learner, rewards, 0)
     metrics = train(recipe(**changes), learner, stream, 4, loss_state=loss_state)
     assert {m["pairs"] for m in metrics} == {1, 2}
     return learner, metrics, {}, loss_state

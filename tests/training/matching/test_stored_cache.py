@@ -20,7 +20,7 @@ from flowalign.data.preference.pairs import media_of
 from flowalign.distributed import processes as distributed
 from flowalign.distributed.processes import Processes
 from flowalign.media.media import Media
-from flowalign.training.matching import residuals as matching
+from flowalign.training.matching import noising as matching
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train

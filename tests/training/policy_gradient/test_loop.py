@@ -26,8 +26,8 @@ from flowalign.training.learner import Optimizer, TrainingFailure
 from flowalign.training.policy_gradient.advantages import best_samples
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import (
     CreditEstimator,
     MediaBatch,

@@ -14,8 +14,8 @@ from flowalign.training.policy_gradient import step_gradients
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.measured import Averages, MeasuredWeight
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
 from flowalign.training.policy_gradient.step_gradients import StepGradients, halves
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.run_files import CONFIGS

@@ -9,7 +9,7 @@ import torch
 from flowalign.training.policy_gradient.batches import parts
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.plan import evaluations
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from flowalign.utils.seeds import generator

@@ -16,9 +16,9 @@ from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
 from flowalign.sampling.sde_windows import Fixed, RandomSubset
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
 from flowalign.training.policy_gradient.plan import evaluations
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (

@@ -11,7 +11,7 @@ from flowalign.sampling import Comb, Fixed, Tree
 from flowalign.training.policy_gradient.batches import minibatches
 from flowalign.training.policy_gradient.loop import update
 from flowalign.training.policy_gradient.plan import evaluations
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.types.transitions import first_of_each
 from flowalign.utils.costs import Costs

@@ -16,7 +16,7 @@ from flowalign.sampling.branching import Comb, Tree
 from flowalign.sampling.sde_windows import Fixed
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatches, paired
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.rollouts import completion_values, rollout
+from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import (

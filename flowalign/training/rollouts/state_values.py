@@ -11,7 +11,7 @@ from flowalign.credit.critic import Learned
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards, Scoring
 from flowalign.sampling.completion import CompletionRequest
-from flowalign.training.policy_gradient.outcome_history import OutcomeHistory
+from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.types import PastOutcomes, Policy, RewardOutput, Trajectory, ValueFunction
 
 

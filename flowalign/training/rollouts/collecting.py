@@ -12,15 +12,15 @@ from flowalign.sampling.completion import CompletionRequest, complete
 from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import concat_trajectories, sample
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.settings import Settings
-from flowalign.training.policy_gradient.state_values import CompletionValues
 from flowalign.training.reference import unguided
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Request, Trajectory
 from flowalign.utils.seeds import generator
 
 
 def collect_rollouts(
-    cfg: Settings,
+    cfg: RolloutSettings,
     learner: Learner,
     rewards: Rewards,
     requests: Sequence[Request],
@@ -52,7 +52,7 @@ def collect_rollouts(
 
 
 def rollout(
-    cfg: Settings, learner: Learner, requests: Sequence[Request], seed: int, step: int
+    cfg: RolloutSettings, learner: Learner, requests: Sequence[Request], seed: int, step: int
 ) -> Trajectory:
     """Return the trajectories of this rank's share of the requests, all sampled together."""
     local = learner.processes.share(range(len(requests)))
@@ -60,7 +60,7 @@ def rollout(
 
 
 def sample_prompts(
-    cfg: Settings,
+    cfg: RolloutSettings,
     learner: Learner,
     requests: Sequence[Request],
     seed: int,
@@ -71,9 +71,7 @@ def sample_prompts(
 
     All ranks share the window; noise belongs to the request.
     """
-    window = cfg.sampling.sde_window.steps(
-        cfg.sampling.num_steps, step, generator(seed, "window", step)
-    )
+    window = cfg.window(step, generator(seed, "window", step))
     return sample(
         learner.policy,
         [requests[i] for i in indices],
@@ -81,16 +79,12 @@ def sample_prompts(
         window,
         [generator(seed, "noise", step, i) for i in indices],
         finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
-        keep=Kept(
-            states=cfg.kept(window),
-            features=cfg.observed(window),
-            means=cfg.algorithm.needs_mean_old,
-        ),
+        keep=Kept(states=cfg.kept(window), features=cfg.observed(window), means=cfg.needs_means),
     )
 
 
 def completion_values(
-    cfg: Settings,
+    cfg: RolloutSettings,
     learner: Learner,
     rewards: Rewards,
     trajectory: Trajectory,

@@ -3,12 +3,12 @@
 from flowalign.credit.critic import Learned, explained_variance
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.objectives import TransformedValues
-from flowalign.training.policy_gradient.settings import Settings
-from flowalign.training.policy_gradient.state_values import CompletionValues
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.state_values import CompletionValues
 
 
 def learned(
-    cfg: Settings, critic: Learned, processes: Processes, values: CompletionValues
+    cfg: RolloutSettings, critic: Learned, processes: Processes, values: CompletionValues
 ) -> tuple[Learned, dict[str, float]]:
     """Return the critic after these outcomes, and the share of their variance that it foresaw."""
     trajectory, rewards = values.trajectory, values.rewards

@@ -1,0 +1,96 @@
+"""Match samples with their advantage as weight (AWM), in ratio to an old policy (EPG).
+
+Source: AWM, arXiv:2509.25050, and code of scxue/advantage_weighted_matching. EPG, arXiv:2602.04663,
+of whose code we know a port, is the weighting `uniform` with `ratio_to` old, without `clip`.
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import Weighting, negative_elbo
+from flowalign.functional.matching import sample_error
+from flowalign.functional.surrogate import ppo_clip
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class AWM(MatchingLoss):
+    """Averages weight * max(-r A, -clip(r) A) over rows, and holds the policy near an average.
+
+    r is the ratio of the likelihoods that `weighting` says, one per noise level, A the advantage
+    times `advantage_scale`. Two anchors bound what negative advantages would otherwise drive
+    without end: `anchor_weight`, and `recipe.kl`, published as .001 (GenEval) and .003 (text).
+    """
+
+    weighting: Weighting = "generalised_huber"
+    """Function of the error that stands for minus the log-likelihood, see `negative_elbo`."""
+    ratio_to: Literal["policy", "old"] = "policy"
+    """policy: the ratio is 1 and only carries the gradient, which is exact for the first update of
+    a step. old: to `recipe.old`, for several updates per step with a copy once per step."""
+    clip: PositiveFloat | None = 1.0
+    """Bound on |r - 1| in the advantage's direction; 1 hardly ever acts. Null: none."""
+    advantage_scale: PositiveFloat = 0.2
+    """Factor on the advantages; .2 brings those clipped at 5 into [-1, 1], as in the paper."""
+    anchor_weight: NonNegativeFloat = 1.0
+    """Weight of the mean square between the velocities of policy and `recipe.anchor`, an average
+    that follows fast: decay min(.3, .001 n). 0: none."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that are not positive, and an anchor weight below 0."""
+        require_positive(advantage_scale=self.advantage_scale)
+        if self.clip is not None:
+            require_positive(clip=self.clip)
+        if not self.anchor_weight >= 0:
+            raise ValueError(f"anchor_weight is {self.anchor_weight}; it must be at least 0")
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages, and the averages that the settings name."""
+        return Requirements(
+            reference=False,
+            old=self.ratio_to == "old",
+            anchor=self.anchor_weight > 0,
+            paired=False,
+            velocity=True,
+            requires={"advantages"},
+        )
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over rows, and detached scalars for the log."""
+        log_ratio = self._log_ratio(residuals)
+        advantage = self.advantage_scale * batch.required_advantage
+        clip = inf if self.clip is None else self.clip
+        each = ppo_clip(log_ratio, advantage, clip)
+        ratio = log_ratio.detach().exp()
+        stats = {
+            "error": sample_error(residuals.policy.detach()).mean(),
+            "ratio": ratio.mean(),
+            "clip_fraction": ((ratio - 1) * advantage.sign() > clip).float().mean(),
+        }
+        if self.anchor_weight:
+            distance = sample_error(residuals.policy - residuals.required_anchor)
+            each = each + self.anchor_weight * distance
+            stats["anchor_distance"] = distance.detach().mean()
+        loss = (batch.weight * each).mean()
+        return loss, stats | {"policy_loss": loss.detach()}
+
+    def _log_ratio(self, residuals: Residuals) -> Float[Tensor, "n"]:
+        sigma = residuals.required_sigma
+        energy = negative_elbo(residuals.policy, sigma, self.weighting)
+        if self.ratio_to == "policy":
+            return energy.detach() - energy
+        with torch.no_grad():
+            old = negative_elbo(residuals.required_old, sigma, self.weighting)
+        return old - energy

@@ -1,0 +1,61 @@
+"""Match targets between the old policy and the sample, by a softmax over the group (FlowAWR).
+
+Source: FlowAWR, arXiv:2606.30376, as the documents of a reproduction describe it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import advantage_weighted_regression, softmax_advantage
+from flowalign.functional.matching import sample_error
+from flowalign.losses.matching.groups import gathered
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowAWR(MatchingLoss):
+    """Averages weight * advantage_weighted_regression over rows.
+
+    The weights are G softmax(A / temperature) - 1 within each group of G. Advantages in units of
+    the deviation over the batch give the reproduction's; it adds `recipe.kl` 1e-4 and samples from
+    the old policy, with slope .001 to .5.
+    """
+
+    temperature: PositiveFloat = 1.0
+    """Temperature in units of the advantage. At low ones the best sample's weight nears G - 1."""
+
+    def __post_init__(self) -> None:
+        """Reject a temperature that is not positive."""
+        require_positive(temperature=self.temperature)
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages, whole groups and the old policy."""
+        return Requirements(
+            reference=False,
+            old=True,
+            paired=False,
+            velocity=True,
+            whole_groups=True,
+            requires={"advantages"},
+        )
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        advantage = batch.required_advantage
+        same, (everyone,) = gathered(batch, context, advantage)
+        weight = softmax_advantage(advantage, everyone, same, self.temperature)
+        each = advantage_weighted_regression(residuals.policy, residuals.required_old, weight)
+        loss = (batch.weight * each).mean()
+        return loss, {
+            "policy_loss": loss.detach(),
+            "error": sample_error(residuals.policy.detach()).mean(),
+            "weight_size": weight.abs().mean(),
+        }

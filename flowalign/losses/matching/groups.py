@@ -1,0 +1,36 @@
+"""Compare the rows of a group, which may lie on several processes."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowalign.functional.forward_process import same_group
+from flowalign.types import Examples, LossContext
+
+
+def gathered(
+    batch: Examples, context: LossContext, *values: Float[Tensor, "n"]
+) -> tuple[Bool[Tensor, "n N"], list[Float[Tensor, "N"]]]:
+    """Return which rows of all processes share a row's group, and values of all rows, constant."""
+    group = batch.required_group
+    table = torch.stack([group.double(), *(v.detach().double() for v in values)], 1)
+    everyone = context.gather(table).to(group.device)
+    columns = [column.to(v) for column, v in zip(everyone.T[1:], values, strict=True)]
+    return same_group(group, everyone[:, 0].long()), columns
+
+
+def require_groups_here(batch: Examples, context: LossContext, loss: str) -> Bool[Tensor, "n n"]:
+    """Return which rows share a row's group.
+
+    Raises:
+        ValueError: A group has rows on other processes.
+    """
+    group = batch.required_group
+    here = same_group(group, group)
+    everywhere, _ = gathered(batch, context)
+    if (here.sum(1) != everywhere.sum(1)).any():
+        raise ValueError(
+            f"recipe.loss {loss} needs all rows of a group on one process, and some groups are "
+            "split between processes: give every process whole groups"
+        )
+    return here

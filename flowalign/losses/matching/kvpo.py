@@ -1,0 +1,95 @@
+"""Use the softmax over a group's matching errors as the policy, with a clipped ratio (KVPO).
+
+Source: KVPO, arXiv:2605.14278, and its code. There the group are branches of an autoregressive
+video model; here they are the samples of a request, so only the form of the policy is theirs.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import group_log_softmax
+from flowalign.functional.matching import per_row, sample_error
+from flowalign.losses.matching.groups import require_groups_here
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat, Range
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPO(MatchingLoss):
+    """Averages -weight * min(r A, clip(r) A) over rows, r = pi / pi_old, plus G kl KL(pi, pi_ref).
+
+    pi is the softmax over a group of G of -scale * l, l the error of x0, so it says of which sample
+    the policy is most likely. The divergence of a group is shared among its rows.
+    """
+
+    scale: PositiveFloat = 0.5
+    """Factor on the errors of x0."""
+    clip_low: Annotated[float, Range(above=0, most=1)] = 0.1
+    """Smallest ratio, as its distance from 1."""
+    clip_high: PositiveFloat = 0.2
+    """Largest ratio, as its distance from 1."""
+    kl: NonNegativeFloat = 0.0
+    """Weight of the divergence from the reference's softmax; 0: none. Their code has 10, towards
+    weights that we could not establish."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that are not positive."""
+        require_positive(scale=self.scale, clip_low=self.clip_low, clip_high=self.clip_high)
+        if not self.kl >= 0:
+            raise ValueError(f"kl is {self.kl}; it must be at least 0")
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages, whole groups of one noise, and the old policy."""
+        return Requirements(
+            reference=self.kl > 0,
+            old=True,
+            paired=False,
+            velocity=True,
+            whole_groups=True,
+            shared_noise=True,
+            requires={"advantages"},
+        )
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over rows, and scalars.
+
+        Raises:
+            ValueError: A group has rows on other processes.
+        """
+        same = require_groups_here(batch, context, type(self).__name__)
+        sigma, advantage = residuals.required_sigma, batch.required_advantage
+        log_pi = self._log_policy(residuals.policy, sigma, same)
+        ratio = (log_pi - self._log_policy(residuals.required_old, sigma, same)).exp()
+        clipped = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        each = -(ratio * advantage).minimum(clipped * advantage)
+        stats = {
+            "error": sample_error(residuals.policy.detach()).mean(),
+            "ratio": ratio.detach().mean(),
+            "clip_fraction": (clipped * advantage < ratio * advantage).float().mean(),
+        }
+        if self.kl:
+            log_ref = self._log_policy(residuals.required_reference, sigma, same)
+            divergence = same.sum(1) * log_pi.exp() * (log_pi - log_ref)
+            each = each + self.kl * divergence
+            stats["group_kl"] = divergence.detach().mean()
+        loss = (batch.weight * each).mean()
+        return loss, stats | {"policy_loss": loss.detach()}
+
+    def _log_policy(
+        self,
+        residual: Float[Tensor, "n *latent"],
+        sigma: Float[Tensor, "n"],
+        same: Bool[Tensor, "n n"],
+    ) -> Float[Tensor, "n"]:
+        error = sample_error(per_row(sigma, residual) * residual)
+        return group_log_softmax(-self.scale * error, same)

@@ -1,0 +1,56 @@
+"""Contrast an implicit positive and an implicit negative policy (DiffusionNFT).
+
+Source: DiffusionNFT, arXiv:2509.16117, and code of NVlabs/DiffusionNFT.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import nft, optimality
+from flowalign.functional.matching import sample_error
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class NFT(MatchingLoss):
+    """Averages weight * advantage_max * nft over rows, with samples of the old policy.
+
+    The paper samples without guidance, updates the old policy once per step of the loop, and adds
+    `recipe.kl` 1e-4.
+    """
+
+    beta: PositiveFloat = 1.0
+    """Distance of the implicit policies from the old one, in units of the policy's. Published: 1,
+    and 0.1 for text rendering and several rewards."""
+    advantage_max: PositiveFloat = 5.0
+    """Advantage from which on a sample counts as optimal; also the scale of the loss."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that are not positive."""
+        require_positive(beta=self.beta, advantage_max=self.advantage_max)
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages and the old policy; the value depends on the errors."""
+        return Requirements(
+            reference=False, old=True, paired=False, velocity=True, requires={"advantages"}
+        )
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        optimal = optimality(batch.required_advantage, self.advantage_max)
+        old, sigma = residuals.required_old, residuals.required_sigma
+        each = self.advantage_max * nft(residuals.policy, old, sigma, optimal, self.beta)
+        loss = (batch.weight * each).mean()
+        return loss, {
+            "policy_loss": loss.detach(),
+            "error": sample_error(residuals.policy.detach()).mean(),
+            "optimality": optimal.mean(),
+        }

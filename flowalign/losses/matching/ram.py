@@ -1,0 +1,47 @@
+"""Match targets that the advantage moves from the reference towards the sample (RAM).
+
+Source: Reward-Adjusted Matching, arXiv:2605.10759, as three accounts describe it; its own code was
+not read.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import reward_adjusted
+from flowalign.functional.matching import sample_error
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class RAM(MatchingLoss):
+    """Averages weight * reward_adjusted over rows: AWM with the anchor of the base built in."""
+
+    eta: PositiveFloat = 1.0
+    """Strength of the reward, the inverse of a KL weight. The published value is not known to us;
+    1 is ours."""
+
+    def __post_init__(self) -> None:
+        """Reject an eta that is not positive."""
+        require_positive(eta=self.eta)
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages and a reference; the value depends on the errors."""
+        return Requirements(paired=False, velocity=True, requires={"advantages"})
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        reference = residuals.required_reference
+        each = reward_adjusted(residuals.policy, reference, batch.required_advantage, self.eta)
+        loss = (batch.weight * each).mean()
+        return loss, {
+            "policy_loss": loss.detach(),
+            "error": sample_error(residuals.policy.detach()).mean(),
+        }

@@ -1,0 +1,52 @@
+"""Match samples with a softly clipped advantage and noise that a group shares (V-GRPO).
+
+Source: V-GRPO, arXiv:2604.23380, as third parties describe it; its own code was not read.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.forward_process import negative_elbo, soft_clip
+from flowalign.functional.matching import sample_error
+from flowalign.losses.matching.links import require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat
+
+
+@dataclass(frozen=True, kw_only=True)
+class VGRPO(MatchingLoss):
+    """Averages -weight * r * eta tanh(A / eta) over rows.
+
+    r is the policy's ratio to itself, 1 in value, as with the one update per step of the paper. The
+    likelihood is the self-normalised error of x0.
+    """
+
+    eta: PositiveFloat = 3.0
+    """Bound of the advantage, which tanh approaches."""
+
+    def __post_init__(self) -> None:
+        """Reject an eta that is not positive."""
+        require_positive(eta=self.eta)
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require advantages, and one noise for all rows of a group."""
+        return Requirements(
+            reference=False, paired=False, velocity=True, shared_noise=True, requires={"advantages"}
+        )
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        energy = negative_elbo(residuals.policy, residuals.required_sigma, "self_normalised")
+        ratio = (energy.detach() - energy).exp()
+        each = -ratio * soft_clip(batch.required_advantage, self.eta)
+        loss = (batch.weight * each).mean()
+        return loss, {
+            "policy_loss": loss.detach(),
+            "error": sample_error(residuals.policy.detach()).mean(),
+        }

@@ -1,0 +1,77 @@
+"""Divide the examples of a step into updates, and these into micro-batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from flowalign.distributed.processes import Processes
+from flowalign.training.matching.noising import NoiseLevels
+from flowalign.training.matching.settings import Settings
+
+
+@dataclass(frozen=True)
+class Update:
+    """Holds the noise levels of one update."""
+
+    parts: Sequence[Tensor]
+    """Indices of this process's noise levels in each micro-batch."""
+    total: int
+    """Number of noise levels of all processes."""
+
+
+def divided(
+    cfg: Settings,
+    levels: NoiseLevels,
+    first: int,
+    processes: Processes,
+    draw: torch.Generator,
+) -> Iterator[Update]:
+    """Yield the updates of one pass, over the examples of all processes in random order.
+
+    An example stays in one update with all its noise levels, and a group with all its samples if
+    the loss compares these; it is then in one micro-batch at each noise level. `first` is the
+    position of this process's first example.
+    """
+    grouped = cfg.loss.requirements.whole_groups
+    group = levels.examples.group
+    unit = first + levels.index
+    if grouped:
+        assert group is not None, "the recipe is refused without groups"
+        unit = group.cpu()[levels.index]
+    present, everywhere = processes.gather(unit).unique(return_inverse=True)
+    place = torch.randperm(len(present), generator=draw).argsort()
+    everywhere, at = place[everywhere], place[torch.searchsorted(present, unit)]
+    order = at.argsort(stable=True)
+    for places in torch.arange(len(present)).tensor_split(
+        min(cfg.updates_per_step, max(len(present), 1))
+    ):
+        total = int(torch.isin(everywhere, places).sum())
+        if total:
+            local = order[torch.isin(at[order], places)]
+            parts = _whole(levels, local, cfg.micro_batch) if grouped else None
+            parts = list(local.split(cfg.micro_batch)) if parts is None else parts
+            if grouped or cfg.loss.requirements.whole_batch:
+                parts = _as_many(parts, processes)
+            yield Update(parts, total)
+
+
+def _whole(levels: NoiseLevels, rows: Int[Tensor, "n"], size: int) -> list[Tensor]:
+    """Return micro-batches of at most `size` rows that hold each group at a noise level whole."""
+    group = levels.group[rows]
+    found: list[Tensor] = []
+    for label in dict.fromkeys(group.tolist()):
+        members = rows[group == label]
+        if found and len(found[-1]) + len(members) <= size:
+            found[-1] = torch.cat([found[-1], members])
+        else:
+            found.append(members)
+    return found or [rows]
+
+
+def _as_many(parts: list[Tensor], processes: Processes) -> list[Tensor]:
+    """Add empty micro-batches up to the number of other processes, as losses gather in each."""
+    most = int(processes.gather(torch.tensor([len(parts)])).max())
+    return parts + [torch.zeros(0, dtype=torch.long)] * (most - len(parts))

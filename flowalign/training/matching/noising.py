@@ -1,0 +1,149 @@
+"""Noise clean latents: one or several noise levels of each pair or sample, a noise for each."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.functional.matching import step_at
+from flowalign.training.matching.batches import num_examples, take
+from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.source import StepAdvantages
+from flowalign.types import Examples, Policy
+from flowalign.utils.seeds import generator
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Holds examples with the noise and the times that they are noised by."""
+
+    examples: Examples
+    """Clean latents and their labels."""
+    noise: Float[Tensor, "m *latent"]
+    """Noise of each pair, or sample."""
+    sigma: Float[Tensor, "m"]
+    """Time of each pair, or sample."""
+
+    def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
+        """Return noise and sigma of every row; both rows of a pair have the pair's."""
+        copies = 2 if self.examples.paired else 1
+        return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
+
+
+@dataclass(frozen=True)
+class NoiseLevels:
+    """Holds the noise levels of examples, each at its own; an example may have several or none."""
+
+    examples: Examples
+    """Clean latents and their labels, once each."""
+    index: Int[Tensor, "m"]
+    """Example, a pair or a sample, of each noise level."""
+    level: Int[Tensor, "m"]
+    """Which of the noise levels of its example each one is."""
+    noise: Float[Tensor, "m *latent"]
+    """Noise of each level."""
+    sigma: Float[Tensor, "m"]
+    """Time of each level."""
+    num_levels: int = 1
+    """Noise levels of an example, some of which may be left out."""
+    steps: StepAdvantages | None = None
+    """Advantages of denoising steps, if examples count by those at their noise levels."""
+
+    def __len__(self) -> int:
+        """Return the number of noise levels of all examples."""
+        return len(self.sigma)
+
+    @property
+    def group(self) -> Int[Tensor, "m"]:
+        """Return the id of the rows that are compared: of one group at one noise level."""
+        assert self.examples.group is not None, "samples without groups are not compared"
+        return self.examples.group.cpu()[self.index] * self.num_levels + self.level
+
+    def take(self, indices: Int[Tensor, "k"]) -> Noised:
+        """Return examples at the noise levels with these indices."""
+        index, sigma = self.index[indices], self.sigma[indices]
+        examples = take(self.examples, index)
+        if examples.group is not None:
+            examples = replace(examples, group=self.group[indices].to(examples.latents.device))
+        if self.steps is not None and len(index):
+            examples = _of_steps(examples, self.steps, index, sigma)
+        return Noised(examples, self.noise[indices], sigma)
+
+    def all(self) -> Noised:
+        """Return all examples at all their noise levels."""
+        return self.take(torch.arange(len(self)))
+
+    def parts(self, size: int) -> Iterator[Noised]:
+        """Yield consecutive parts of at most `size` noise levels."""
+        for indices in torch.arange(len(self)).split(size):
+            yield self.take(indices)
+
+
+def noise_for(
+    cfg: Settings,
+    policy: Policy,
+    examples: Examples,
+    first: int,
+    key: tuple[int, ...],
+    steps: StepAdvantages | None = None,
+) -> NoiseLevels:
+    """Draw noise and times; `first` is the position of the first example among all processes'.
+
+    Draws depend on that position, or on the group if the loss compares groups, and on `key`; not on
+    the process that makes them. Levels of denoising steps that are not trained are left out.
+    """
+    latents, count, levels = examples.latents, num_examples(examples), cfg.times_per_sample
+    shape, device = latents.shape[1:], latents.device
+    groups = [None] * count
+    if cfg.loss.requirements.whole_groups or cfg.loss.requirements.shared_noise:
+        assert examples.group is not None, "the recipe is refused without groups"
+        groups = examples.group.tolist()
+    drawn = [_draws(cfg, policy, shape, first + i, group, key) for i, group in enumerate(groups)]
+    sigma = torch.cat([s for s, _ in drawn]) if drawn else torch.zeros(0)
+    noise = torch.cat([n for _, n in drawn]) if drawn else torch.zeros(0, *shape)
+    index = torch.arange(count).repeat_interleave(levels)
+    level = torch.arange(levels).repeat(count)
+    if steps is not None:
+        kept = steps.trained[index, step_at(sigma, steps.sigmas)]
+        index, level, noise, sigma = index[kept], level[kept], noise[kept], sigma[kept]
+    return NoiseLevels(examples, index, level, noise.to(device), sigma.to(device), levels, steps)
+
+
+def _draws(
+    cfg: Settings,
+    policy: Policy,
+    shape: torch.Size,
+    position: int,
+    group: int | None,
+    key: tuple[int, ...],
+) -> tuple[Float[Tensor, "k"], Float[Tensor, "k *latent"]]:
+    """Return times and noises of an example; a group shares its times, and its noises if asked."""
+    seed, *index = key
+    own = generator(seed, "match", *index, position)
+    shared = own if group is None else generator(seed, "match_group", *index, group)
+    sigma = cfg.times.draw(cfg.times_per_sample, policy, shared)
+    source = shared if cfg.loss.requirements.shared_noise else own
+    return sigma, torch.randn(cfg.times_per_sample, *shape, generator=source)
+
+
+def _of_steps(
+    examples: Examples,
+    steps: StepAdvantages,
+    index: Int[Tensor, "k"],
+    sigma: Float[Tensor, "k"],
+) -> Examples:
+    """Return examples that count by the denoising steps at their noise levels."""
+    k = step_at(sigma.cpu(), steps.sigmas)
+    advantage, latents = steps.advantage[index, k], examples.latents
+    if steps.completed:
+        latents = torch.stack(
+            [steps.completed[j][i] for i, j in zip(index.tolist(), k.tolist(), strict=True)]
+        )
+    return replace(
+        examples,
+        latents=latents.to(examples.latents),
+        advantage=advantage.to(examples.weight),
+        desirable=(advantage > 0).to(examples.desirable.device),
+    )

@@ -1,0 +1,44 @@
+"""Measure by how much the norm of the policy's predictions exceeds the reference's.
+
+Under losses that push away from samples the norm grows, and with it over-saturation and artefacts.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from flowalign.functional.forward_process import norm_ratio
+from flowalign.types import Residuals
+
+_THIRDS = {"low": (0.0, 1 / 3), "middle": (1 / 3, 2 / 3), "high": (2 / 3, torch.inf)}
+_RATIO, _ROWS = "norm_ratio/", "norm_rows/"
+
+
+@torch.no_grad()
+def norm_ratios(residuals: Residuals) -> dict[str, Tensor]:
+    """Return ||v|| / ||v_ref|| by thirds of the noise level, as sums, and the rows in each.
+
+    Both are divided by the number of all rows, so that they add up over micro-batches; empty where
+    the reference is not evaluated.
+    """
+    if residuals.reference is None or not len(residuals.policy):
+        return {}
+    target, sigma = residuals.required_target, residuals.required_sigma
+    ratio = norm_ratio(residuals.policy + target, residuals.reference + target)
+    found = {}
+    for name, (low, high) in _THIRDS.items():
+        inside = ((sigma >= low) & (sigma < high)).to(ratio)
+        found[_RATIO + name] = (ratio * inside).mean()
+        found[_ROWS + name] = inside.mean()
+    return found
+
+
+def means_by_third(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Divide the sums of `norm_ratios` by the rows, and leave out thirds without any."""
+    found = {name: value for name, value in metrics.items() if not name.startswith(_ROWS)}
+    for name in _THIRDS:
+        total, rows = found.pop(_RATIO + name, 0.0), metrics.get(_ROWS + name, 0.0)
+        if rows:
+            found[_RATIO + name] = total / rows
+    return found

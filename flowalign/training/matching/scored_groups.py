@@ -1,0 +1,188 @@
+"""Make examples of scored groups of the policy's own samples: learning on the forward process.
+
+requests -> samples -> rewards -> advantages -> the clean samples with their advantages
+"""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+from typing_extensions import override
+
+from flowalign.data.requests import Requests, read_requests
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.sde_windows import NoSteps
+from flowalign.sampling.settings import Sampling
+from flowalign.training.learner import Learner
+from flowalign.training.matching.scored_stream import ScoredStream
+from flowalign.training.matching.source import NO_LABELS, DataSource
+from flowalign.training.recipe import Log, RecipePlan, RunContext
+from flowalign.training.rollouts.plan import (
+    check_rollouts,
+    rollout_evaluations,
+    rollout_memory,
+    sample_rows,
+    value_rows,
+)
+from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.types import CreditEstimator, Label, ModelPlan
+from flowalign.utils.ranges import require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroups(RolloutSettings, DataSource):
+    """Samples groups of each prompt, and gives each sample its advantage among its group.
+
+    The default sampler is the deterministic one; `sampling.tail_ratio` 1.0 makes its steps of
+    second order.
+    """
+
+    key: ClassVar[str] = "recipe.data"
+
+    prompts: str
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
+    `image`, `images` or `mask` where the policy takes them."""
+    sampling: Sampling = field(default_factory=lambda: Sampling(sde_window=NoSteps()))
+    """How the samples of a prompt are drawn: by default without noise between the steps."""
+    credit: CreditEstimator | None = None
+    """Null: a sample counts at every noise level by its outcome. A class of `flowalign.credit`: it
+    counts at a noise level by what the denoising step there earned, and at those of steps that are
+    not trained not at all; needs a stochastic sampler."""
+    clean: Literal["sample", "completion"] = "sample"
+    """Clean latent that is noised. sample: the finished sample. completion: where a step's credit
+    rests on the value of a later state, the completion of that state, which is what was valued."""
+    weights: Literal["policy", "ema", "old", "behaviour"] = "policy"
+    """Weights that sample: of the policy, of its evaluated average, of its old self (`recipe.old`),
+    or of an average that is only sampled from (`recipe.behaviour`)."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that no run can use, before anything heavy is loaded."""
+        require_ranges(self, self.key)
+        self.check_comparison()
+        for iteration in (0, 10**6):
+            steps = self.window(iteration)
+            if self.credit is not None and not steps:
+                raise ValueError(
+                    f"{self.key}.credit is {type(self.credit).__name__}, which credits stochastic "
+                    f"denoising steps, and {self.key}.sampling.sde_window has none: choose one "
+                    "such as flowalign.sampling.AllButLast, or set credit to null"
+                )
+            self._check_completions(steps)
+
+    @property
+    @override
+    def needs_means(self) -> bool:
+        return False
+
+    @override
+    def kept(self, steps: Sequence[int]) -> tuple[int, ...]:
+        return self.credited(steps)
+
+    @property
+    @override
+    def paired(self) -> bool:
+        return False
+
+    @property
+    @override
+    def provides(self) -> Set[Label]:
+        return {"labels", "advantages"}
+
+    @property
+    @override
+    def needs_expert(self) -> bool:
+        return False
+
+    @property
+    @override
+    def sampled_weights(self) -> str:
+        return self.weights
+
+    @property
+    @override
+    def rows_per_group(self) -> int:
+        """Return the samples of a prompt that are trained, of steps at most all."""
+        size = self.sampling.samples_per_prompt
+        return size if self.extremes is None or self.credit else 2 * self.extremes
+
+    @property
+    @override
+    def examples_per_step(self) -> int:
+        return self.prompts_per_step * self.rows_per_group
+
+    @property
+    @override
+    def prompt_files(self) -> list[str]:
+        return [self.prompts]
+
+    @override
+    def check(self, run: RunContext) -> None:
+        """Raise ValueError if no reward compares samples, or weights that sample are missing."""
+        self.check_rewards(run.rewards)
+        read_requests(self.prompts)
+        if self.weights == "ema" and not run.has_ema:
+            raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        check_rollouts(self, run, model, world)
+        window = self.window(0)
+        counts = rollout_evaluations(self, window, run.policy.evaluations_per_velocity)
+        cost = {name: n * self.prompts_per_step for name, n in counts.items() if n}
+        rows = {
+            **sample_rows(self, window),
+            "evaluations of samples per step": " + ".join(f"{n} {k}" for k, n in cost.items()),
+            **value_rows(self, run, window),
+            "examples per step": f"{self.examples_per_step}",
+        }
+        if self.credit is not None:
+            sigmas = model.sigmas(self.sampling.num_steps)
+            spans = [f"{float(sigmas[k + 1]):.3g} to {float(sigmas[k]):.3g}" for k in window]
+            rows["noise levels with credit"] = ", ".join(spans)
+        return RecipePlan(
+            rows=rows,
+            parts=rollout_memory(self, model, world, window),
+            decode_batches={f"{self.key}.sampling.micro_batch": self.sampling.micro_batch},
+        )
+
+    @override
+    def open(
+        self,
+        learner: Learner,
+        rewards: Rewards,
+        seed: int,
+        requires: Set[Label] = NO_LABELS,
+        log: Log = lambda _: None,
+    ) -> ScoredStream:
+        """Prepare the stream; batches are made at their steps."""
+        rewards = replace(rewards, on_failure=self.on_failed_reward)
+        requests = Requests(read_requests(self.prompts), seed)
+        completed = self.completed_states if self.clean == "completion" else None
+        return ScoredStream(self, learner, rewards, requests, self.weights, completed)
+
+    def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
+        """Return, for each trained step, the state whose completion its credit rests on.
+
+        That is the first valued state after the step; between the two a chain takes ODE steps only.
+        """
+        valued = sorted({k for k, how in self.requested(steps) if how == self.completion})
+        valued = [*valued, self.sampling.num_steps]
+        return {k: next(j for j in valued if j > k) for k in steps}
+
+    def _check_completions(self, steps: Sequence[int]) -> None:
+        """Raise ValueError if completions are asked for that do not exist, or are not kept."""
+        if self.clean == "sample":
+            self.requested(steps)
+            return
+        end = self.sampling.num_steps
+        if self.credit is None or not any(k < end for k in self.completed_states(steps).values()):
+            raise ValueError(
+                f"{self.key}.clean is completion, but credit "
+                f"{type(self.credit).__name__ if self.credit else 'null'} values finished samples "
+                "only: set clean to sample, or credit to flowalign.credit.Gain"
+            )
+        if not self.completion.follows_rollout:
+            raise ValueError(
+                f"{self.key}.clean is completion, which needs completions by the weights and the "
+                f"guidance of the rollout: leave {self.key}.completion at them"
+            )

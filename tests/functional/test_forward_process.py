@@ -1,0 +1,147 @@
+"""Losses on the forward process, worked out by hand; recordings are in tests/losses."""
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+from flowalign.functional.forward_process import (
+    adaptive_weight,
+    crd,
+    dgpo,
+    group_log_softmax,
+    group_mean,
+    group_preference,
+    implicit_reward,
+    moved_too_far,
+    negative_elbo,
+    nft,
+    norm_hinge,
+    norm_ratio,
+    optimality,
+    reward_adjusted,
+    same_group,
+    self_normalised_error,
+    soft_clip,
+    softmax_advantage,
+)
+
+ROWS, EVERYWHERE = tensor([5, 2, 5]), tensor([2, 5, 5, 2, 2])
+SAME = same_group(ROWS, EVERYWHERE)
+
+
+def test_a_self_normalised_error_is_a_square_over_a_size():
+    """(9 + 1) / 2 over (3 + 1) / 2; a residual of 0 has error 0."""
+    residual = tensor([[3.0, -1.0], [0.0, 0.0]], requires_grad=True)
+    error = self_normalised_error(residual)
+    assert_close(error, tensor([2.5, 0.0]))
+    (grad,) = torch.autograd.grad(error.sum(), residual)
+    assert_close(grad, tensor([[1.5, -0.5], [0.0, 0.0]]))
+
+
+def test_optimality_is_linear_between_its_bounds():
+    assert_close(optimality(tensor([-7.0, -4.0, 1.0, 9.0]), 4.0), tensor([0, 0, 0.625, 1]))
+
+
+def test_nft_by_hand():
+    """e = 3, old 1, beta 1/2: v+ 2 and v- 0 at sigma 1/2, so (r 1 + (1 - r) 0) / beta."""
+    policy, old = tensor([[3.0, 3.0]]), tensor([[1.0, 1.0]])
+    found = nft(policy, old, tensor([0.5]), tensor([0.75]), 0.5)
+    assert_close(found, tensor([1.5]))
+
+
+@pytest.mark.parametrize(
+    ("weighting", "wanted"),
+    [
+        ("uniform", 16.0),
+        ("sigma", 4.0),
+        ("sigma_squared", 1.0),
+        ("huber", 0.25 * (4 - 1e-5)),
+        ("generalised_huber", 0.25 * 4 * (2 - 10**-2.5)),
+        ("self_normalised", 1.0),
+    ],
+)
+def test_every_weighting_by_hand(weighting, wanted):
+    """A residual of 4 at sigma 1/4: an error of 16, of x0 1."""
+    found = negative_elbo(tensor([[4.0, -4.0]]), tensor([0.25]), weighting)
+    assert_close(found, tensor([wanted]))
+
+
+def test_a_softly_clipped_advantage_stays_below_its_bound_and_keeps_small_ones():
+    found = soft_clip(tensor([-50.0, 0.03, 3.0]), 3.0)
+    assert_close(found, tensor([-3.0, 0.03, 3 * 0.7615942]), atol=1e-5, rtol=0)
+
+
+def test_ram_by_hand():
+    """v_ref - 1/2 2 (v - d) = 1 - 3 = -2 away from d, so 3 - -2 squared."""
+    found = reward_adjusted(tensor([[3.0]]), tensor([[1.0]]), tensor([2.0]), 0.5)
+    assert_close(found, tensor([25.0]))
+
+
+def test_groups_are_found_among_the_rows_of_all_processes():
+    assert SAME.tolist() == [
+        [False, True, True, False, False],
+        [True, False, False, True, True],
+        [False, True, True, False, False],
+    ]
+    found = group_mean(tensor([1.0, 4.0, 6.0, 2.0, 6.0]), SAME)
+    assert_close(found, tensor([5.0, 3.0, 5.0]))
+
+
+def test_softmax_advantages_are_the_groups_size_times_a_share_less_one():
+    """Advantages log 1, log 3 in one group of two: shares 1/4 and 3/4."""
+    advantage = tensor([0.0, 1.0, 3.0]).where(tensor([True, True, False]), tensor(3.0).log())
+    everyone = tensor([1.0, 0.0, float(tensor(3.0).log()), 1.0, 1.0])
+    found = softmax_advantage(advantage, everyone, SAME, 1.0)
+    assert_close(found, tensor([2 / 4 - 1, 0.0, 6 / 4 - 1]))
+
+
+def test_dgpo_by_hand():
+    """z = 2 (3 1/2 - 1 1/2) / 2 = 1 for a group of two, whose errors moved by 1/2."""
+    advantage, change = tensor([3.0, -1.0]), tensor([0.5, 0.5])
+    same = same_group(tensor([7, 7]), tensor([7, 7]))
+    z = group_preference(change, advantage, same, 2.0)
+    assert_close(z, tensor([1.0, 1.0]))
+    error = tensor([2.0, 4.0], requires_grad=True)
+    each = dgpo(error, advantage, z, tensor([False, True]))
+    assert_close(each, 0.7310586 * tensor([6.0, -4.0]))
+    assert_close(torch.autograd.grad(each.sum(), error)[0], 0.7310586 * tensor([3.0, 0.0]))
+
+
+def test_rows_move_too_far_in_the_direction_of_their_advantage():
+    error, old = tensor([1.0, 1.0, 1.0, 1.0]), tensor([1.2, 1.2, 0.8, 0.8])
+    moved = moved_too_far(error, old, tensor([1.0, -1.0, 1.0, -1.0]), 0.1)
+    assert moved.tolist() == [True, False, False, True]
+
+
+def test_crd_by_hand():
+    """Implicit rewards 2.5 - 2 = 1/2 and its negative, of errors normalised by sizes 2 and 2."""
+    worse, better = tensor([[3.0, -1.0]]), tensor([[2.0, 2.0]])
+    assert_close(implicit_reward(better, worse), tensor([0.5]))
+    assert_close(implicit_reward(worse, better), tensor([-0.5]))
+    implicit, optimal = tensor([0.5, -0.5]), tensor([0.25, -0.25])
+    assert_close(crd(implicit, optimal, 2.0), tensor([0.75**2 / 2] * 2))
+    target = 1 / (1 + torch.tensor(-0.25).exp())
+    likely = 1 / (1 + torch.tensor(-1.0).exp())
+    entropy = -(target * likely.log() + (1 - target) * (1 - likely).log())
+    assert_close(crd(implicit, optimal, 2.0, "bce")[0], entropy / 2)
+
+
+def test_good_samples_are_held_nearer_to_the_reference():
+    assert_close(adaptive_weight(tensor([0.0, 0.5, 1.0]), 0.1, 0.02), tensor([0.02, 0.06, 0.1]))
+
+
+def test_the_softmax_of_a_group_sums_to_one_in_it():
+    group = tensor([1, 0, 1, 1])
+    found = group_log_softmax(tensor([0.0, 5.0, 1.0, -2.0]), same_group(group, group)).exp()
+    assert_close(found[1], tensor(1.0))
+    assert_close(found[[0, 2, 3]], tensor([0.0, 1.0, -2.0]).softmax(0))
+
+
+def test_norms_are_those_of_whole_rows_and_cost_only_above_the_references():
+    policy = tensor([[[3.0], [4.0]], [[0.0], [1.0]]])
+    reference = tensor([[[0.0], [4.0]], [[2.0], [0.0]]])
+    ratio = norm_ratio(policy, reference)
+    assert_close(ratio, tensor([1.25, 0.5]))
+    assert_close(norm_hinge(ratio, 1), tensor([0.25, 0.0]))
+    assert_close(norm_hinge(ratio, 2), tensor([0.0625, 0.0]))

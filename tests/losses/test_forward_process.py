@@ -1,0 +1,577 @@
+"""Losses of reinforcement learning on the forward process: recorded numbers and equalities.
+
+Residuals are made of the recorded predictions, or of the recordings' network, in double precision.
+"""
+
+from dataclasses import replace
+from math import log
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, tensor
+from torch.testing import assert_close
+
+from flowalign.functional.forward_process import nft, optimality, self_normalised_error
+from flowalign.functional.matching import noised, per_row, sample_error
+from flowalign.losses import (
+    AWM,
+    CRD,
+    DGPO,
+    KVPO,
+    NFT,
+    RAM,
+    SFT,
+    VGRPO,
+    FlowAWR,
+    NormGuard,
+)
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Residuals
+from tests.fixtures.golden import load, tiny_velocity
+
+
+def scored(
+    advantage: Tensor, group: Tensor | None = None, weight: Tensor | None = None
+) -> Examples:
+    """Examples with these advantages; without groups all rows are of one."""
+    n = len(advantage)
+    return Examples(
+        latents=torch.zeros(n, 1),
+        cond={},
+        paired=False,
+        weight=torch.ones(n) if weight is None else weight,
+        desirable=torch.ones(n, dtype=torch.bool),
+        advantage=advantage,
+        group=torch.zeros(n, dtype=torch.long) if group is None else group,
+    )
+
+
+def run(loss: MatchingLoss, residuals: Residuals, batch: Examples, context: LossContext = ALONE):
+    """Value, log and gradient with respect to the policy's residual."""
+    policy = residuals.policy.clone().requires_grad_()
+    value, stats = loss.loss(replace(residuals, policy=policy), batch, context)
+    return value.detach(), stats, torch.autograd.grad(value, policy)[0]
+
+
+def assert_gradient(got: Tensor, recorded: Tensor, rtol: float = 1e-4) -> None:
+    assert_close(got.float(), recorded.float(), rtol=rtol, atol=1e-7)
+
+
+# Recorded -----------------------------------------------------------------------------------------
+
+
+def recorded_residuals(recorded, sigma, noise, x0, cond, *networks):
+    """Residuals of these networks on the recorded noise, in their order, and the target."""
+    x = noised(x0.double(), noise.double(), sigma.double())
+    target = (noise - x0).double()
+    return [tiny_velocity(recorded, n, x, sigma, cond) - target for n in networks], target
+
+
+@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize(("beta", "kl"), [(1.0, 1e-4), (0.1, 1e-2)])
+def test_nft_is_the_recorded_one(beta, kl, step):
+    recorded = load("F_nft", f"default_beta{beta}.")
+    sigma = recorded["timesteps"][:, step] / 1000
+    (policy, old, base), _ = recorded_residuals(
+        recorded, sigma, recorded["noise"][step], recorded["x0"], recorded["cond"], "policy", "old",
+        "base",
+    )  # fmt: skip
+    assert_close(policy.float(), recorded["pred"][step] - recorded["noise"][step] + recorded["x0"])
+    batch = scored(recorded["advantages"][:, step].double())
+    residuals = Residuals(policy, old=old, sigma=sigma.double())
+    value, stats, grad = run(NFT(beta=beta), residuals, batch)
+    each = recorded["per_sample_loss"][step]
+    assert_close(value.float(), 5 * each.mean(), rtol=1e-5, atol=0)
+    assert_close(stats["optimality"].float(), recorded["r"][step].mean())
+    divergence = (policy - base).square().mean()
+    assert_close((value + kl * divergence).float(), recorded["loss"][step], rtol=1e-5, atol=0)
+    grad = grad + kl * 2 * (policy - base) / policy.numel()
+    assert_gradient(grad, recorded["grad_pred"][step])
+
+
+@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize("mode", ["positive_only", "negative_only", "one_only", "binary"])
+def test_nft_of_other_optimalities_is_the_recorded_one(mode, step):
+    recorded = load("F_nft", f"{mode}_beta1.0.")
+    target = recorded["noise"][step] - recorded["x0"]
+    policy, old = (recorded[name][step] - target for name in ("pred", "pred_old"))
+    each = nft(policy, old, recorded["timesteps"][:, step] / 1000, recorded["r"][step], 1.0)
+    assert_close(each, recorded["per_sample_loss"][step], rtol=1e-5, atol=1e-6)
+
+
+WEIGHTINGS = {
+    "uniform": "Uniform",
+    "sigma": "t",
+    "sigma_squared": "t**2",
+    "huber": "huber",
+    "generalised_huber": "ghuber",
+}
+
+
+def awm_residuals(*networks):
+    recorded = load("F_awm")
+    x0, cond = recorded["x0"].repeat(3, 1, 1, 1), recorded["cond"].repeat(3, 1)
+    found, _ = recorded_residuals(recorded, recorded["t"], recorded["noise"], x0, cond, *networks)
+    return recorded, found
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_the_gradient_of_awm_on_policy_is_that_of_the_recorded_likelihood(weighting):
+    """With advantages of 1 the mean over 12 rows has -1/12 of the gradient of the sum of logp."""
+    recorded, (policy,) = awm_residuals("policy")
+    loss = AWM(weighting=weighting, advantage_scale=1.0, anchor_weight=0.0)
+    residuals = Residuals(policy, sigma=recorded["t"].double())
+    value, _, grad = run(loss, residuals, scored(torch.ones(12)))
+    assert value == -1
+    assert_gradient(-12 * grad, recorded[f"grad_logp.{WEIGHTINGS[weighting]}"])
+
+
+@pytest.mark.parametrize(
+    ("case", "loss"),
+    [
+        ("onpolicy_expfirst", AWM()),
+        ("offpolicy_expfirst", AWM(ratio_to="old", clip=0.02)),
+    ],
+)
+def test_awm_is_the_recorded_one(case, loss):
+    recorded, (policy, old, ema, base) = awm_residuals("policy", "old", "ema", "base")
+    advantage = recorded["advantages"].clamp(-5, 5).repeat(3)
+    residuals = Residuals(policy, old=old, anchor=ema, sigma=recorded["t"].double())
+    value, stats, grad = run(loss, residuals, scored(advantage.double()))
+    assert_close(stats["ratio"], recorded[f"{case}.ratio"].mean(), rtol=1e-6, atol=0)
+    assert_close(stats["anchor_distance"], recorded[f"{case}.ema_kl"], rtol=1e-5, atol=0)
+    divergence = (policy - base).square().mean()
+    assert_close(value + 0.003 * divergence, recorded[f"{case}.loss"], rtol=1e-5, atol=0)
+    grad = grad + 0.003 * 2 * (policy - base) / policy.numel()
+    assert_gradient(grad, recorded[f"{case}.grad_pred"])
+
+
+@pytest.mark.parametrize(
+    ("case", "kl", "loss"),
+    [
+        ("plain", 0.0, DGPO(beta=100.0, clip=None)),
+        ("clip", 0.01, DGPO(beta=100.0, clip=4e-4)),
+        ("emaref", 0.02, DGPO(beta=500.0, clip=4e-4, relative_to="old")),
+    ],
+)
+def test_dgpo_is_the_recorded_one(case, kl, loss):
+    recorded = load("F_dgpo", f"{case}.")
+    policy, reference, old = (
+        recorded[name] - recorded["target"] for name in ("pred", "pred_ref", "pred_old")
+    )
+    batch = scored(recorded["advantages"].clamp(-5, 5), recorded["group"])
+    value, stats, grad = run(loss, Residuals(policy, reference, old), batch)
+    z = recorded["z"]
+    assert_close(stats["margin"], -z.mean(), rtol=1e-5, atol=0)
+    assert_close(value, torch.nn.functional.softplus(z).mean(), rtol=1e-5, atol=0)
+    clipped = recorded.get("clipped", torch.zeros(4))
+    assert_close(stats["clip_fraction"], clipped.float().mean())
+    grad = grad + kl * 2 * (policy - reference) / policy.numel()
+    assert_gradient(grad, recorded["grad_pred"])
+
+
+@pytest.mark.parametrize("step", range(3))
+@pytest.mark.parametrize(
+    ("case", "guidance", "loss"),
+    [
+        ("default", 4.5, CRD()),
+        ("beta0.1", 4.5, CRD(beta=0.1)),
+        ("bce", 4.5, CRD(form="bce")),
+        ("plain_kl", 1.0, CRD(least_kl=0.1)),
+    ],
+)
+def test_crd_is_the_recorded_one(case, guidance, loss, step):
+    recorded = load("F_crd", f"{case}.")
+    sigma, noise, x0 = recorded["timesteps"][step] / 1000, recorded["noise"][step], recorded["x0"]
+    (policy, old, ref), _ = recorded_residuals(
+        recorded, sigma, noise, x0, recorded["cond"], "policy", "old", "ref"
+    )
+    empty = recorded["uncond"].expand(4, -1)
+    (unconditional,), _ = recorded_residuals(recorded, sigma, noise, x0, empty, "ref")
+    guided = unconditional + guidance * (ref - unconditional)
+    batch = scored(recorded["advantages"].clamp(-5, 5).double())
+    value, _, grad = run(loss, Residuals(policy, guided, old, sigma=sigma), batch)
+    assert_close(value.float(), recorded["loss"][step].float(), rtol=1e-5, atol=0)
+    assert_gradient(grad, recorded["grad_pred"][step], rtol=2e-4)
+
+
+# Equalities ---------------------------------------------------------------------------------------
+
+ADVANTAGE = tensor([1.7, -0.4, -2.9, 0.6, 0.2, -1.1], dtype=torch.float64)
+GROUP = tensor([4, 9, 4, 9, 9, 4])
+SIGMA = tensor([0.9, 0.35, 0.9, 0.35, 0.35, 0.9], dtype=torch.float64)
+
+
+def drawn(seed=0, near=1.0) -> Residuals:
+    """Residuals of six rows that share no number; reference and old policy are `near` as far."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale=1.0):
+        return scale * torch.randn(6, 2, 3, 5, generator=generator, dtype=torch.float64)
+
+    policy = normal()
+    reference, old, anchor = (policy + normal(near * s) for s in (0.3, 0.2, 0.1))
+    return Residuals(policy, reference, old, anchor, normal(), SIGMA)
+
+
+def gradient(function, policy: Tensor) -> Tensor:
+    policy = policy.clone().requires_grad_()
+    return torch.autograd.grad(function(policy), policy)[0]
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0, 3.0])
+def test_nft_at_its_old_policy_is_self_normalised_awm_whatever_beta(beta):
+    residuals = drawn()
+    residuals = replace(residuals, old=residuals.policy)
+    batch = scored(ADVANTAGE)
+    awm = AWM(weighting="self_normalised", advantage_scale=1.0, anchor_weight=0.0)
+    value, _, grad = run(NFT(beta=beta), residuals, batch)
+    assert_close(grad, run(awm, residuals, batch)[2])
+    assert_close(run(NFT(beta=2.0), residuals, batch)[0], beta / 2 * value)
+
+
+def test_away_from_its_old_policy_beta_changes_the_direction_of_nft():
+    residuals, batch = drawn(), scored(ADVANTAGE)
+    one, other = (run(NFT(beta=beta), residuals, batch)[2].flatten() for beta in (0.1, 1.0))
+    assert torch.cosine_similarity(one, other, dim=0) < 0.999
+
+
+def test_vgrpo_is_self_normalised_awm_with_softly_clipped_advantages():
+    residuals, batch = drawn(), scored(2 * (ADVANTAGE / 2).tanh())
+    awm = AWM(weighting="self_normalised", advantage_scale=1.0, anchor_weight=0.0)
+    grad = run(VGRPO(eta=2.0), residuals, scored(ADVANTAGE))[2]
+    assert_close(grad, run(awm, residuals, batch)[2])
+
+
+def test_epg_is_awm_with_the_plain_error_and_its_ratio_to_the_old_policy():
+    residuals = drawn(near=0.3)
+    epg = AWM(
+        weighting="uniform", ratio_to="old", clip=None, advantage_scale=1.0, anchor_weight=0.0
+    )
+    ratio = (sample_error(residuals.required_old) - sample_error(residuals.policy)).exp()
+    assert (ratio - 1).abs().min() > 1e-3
+    wanted = gradient(lambda v: (ratio * ADVANTAGE * sample_error(v)).mean(), residuals.policy)
+    assert_close(run(epg, residuals, scored(ADVANTAGE))[2], wanted)
+
+
+def test_ram_is_advantage_weighted_with_an_anchor_at_the_reference():
+    residuals = drawn()
+    reference = residuals.required_reference
+    wanted = gradient(
+        lambda v: (sample_error(v - reference) + 0.7 * ADVANTAGE * sample_error(v)).mean(),
+        residuals.policy,
+    )
+    assert_close(run(RAM(eta=0.7), residuals, scored(ADVANTAGE))[2], wanted)
+
+
+def test_flow_awr_moves_from_the_old_policy_to_the_sample_by_a_softmax_over_the_group():
+    residuals, loss = drawn(), FlowAWR(temperature=0.8)
+    weight = torch.empty_like(ADVANTAGE)
+    for group in GROUP.unique():
+        inside = group == GROUP
+        weight[inside] = 3 * (ADVANTAGE[inside] / 0.8).softmax(0) - 1
+    assert weight[GROUP == 4].sum().abs() < 1e-12
+    old = residuals.required_old
+    wanted = gradient(
+        lambda v: ((1 - weight) * sample_error(v - old) + weight * sample_error(v)).mean(),
+        residuals.policy,
+    )
+    assert_close(run(loss, residuals, scored(ADVANTAGE, GROUP))[2], wanted)
+
+
+def test_flow_awr_of_equal_advantages_is_the_old_policy():
+    residuals = drawn()
+    still = replace(residuals, policy=residuals.required_old)
+    value, stats, grad = run(FlowAWR(), still, scored(torch.full((6,), 0.4).double(), GROUP))
+    assert value == stats["weight_size"] == 0
+    assert grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("clip", [None, 1e6])
+def test_dgpo_has_the_value_and_the_gradient_over_beta_of_its_sigmoid_form(clip):
+    residuals, beta = drawn(), 2.5
+
+    def preference(v):
+        change = beta * ADVANTAGE * (sample_error(v) - sample_error(residuals.required_reference))
+        z = torch.stack([change[group == GROUP].mean() for group in GROUP.unique()])
+        return -torch.nn.functional.logsigmoid(-z).mean()
+
+    value, _, grad = run(DGPO(beta=beta, clip=clip), residuals, scored(ADVANTAGE, GROUP))
+    assert_close(value, preference(residuals.policy))
+    assert_close(grad, gradient(preference, residuals.policy) / beta)
+
+
+def test_crd_at_its_old_policy_pulls_and_pushes_by_the_centred_optimality():
+    residuals = drawn()
+    residuals = replace(residuals, old=residuals.policy)
+    optimal = optimality(ADVANTAGE, 5.0)
+    centred = optimal - torch.stack([optimal[group == GROUP].mean() for group in GROUP])
+    wanted = gradient(
+        lambda v: (5 * 2 * centred * self_normalised_error(v)).mean(), residuals.policy
+    )
+    assert_close(run(CRD(kl=0.0), residuals, scored(ADVANTAGE, GROUP))[2], wanted)
+
+
+@pytest.mark.parametrize("loss", [DGPO(beta=3.0, clip=None), CRD(), FlowAWR(), KVPO(kl=0.4)])
+def test_a_group_is_compared_with_itself_only(loss):
+    """The other group may be anything, or absent; its rows take their share of the mean alone."""
+    residuals, inside = drawn(), GROUP == 4
+    row = inside.reshape(-1, 1, 1, 1)
+    _, _, grad = run(loss, residuals, scored(ADVANTAGE, GROUP))
+    other = drawn(seed=1)
+    mixed = Residuals(
+        torch.where(row, residuals.policy, other.policy),
+        torch.where(row, residuals.required_reference, other.required_reference),
+        torch.where(row, residuals.required_old, other.required_old),
+        sigma=SIGMA,
+    )
+    changed = torch.where(inside, ADVANTAGE, -ADVANTAGE)
+    assert_close(run(loss, mixed, scored(changed, GROUP))[2][inside], grad[inside])
+
+
+# By hand ------------------------------------------------------------------------------------------
+
+
+def test_kvpo_by_hand():
+    """Errors of x0 .5^2 (4, 0) = (1, 0), old (0, 0): pi = (1, e^2) / (1 + e^2) at scale 2."""
+    policy, old = tensor([[2.0], [0.0]]), tensor([[0.0], [0.0]])
+    residuals = Residuals(policy, old, old, sigma=tensor([0.5, 0.5]))
+    value, stats, _ = run(
+        KVPO(scale=2.0, clip_high=0.3, kl=0.5), residuals, scored(tensor([1.0, 2.0]))
+    )
+    likely = 1 / (1 + torch.e**-2)
+    ratios = [2 * (1 - likely), 2 * likely]
+    divergence = [2 * p * log(2 * p) for p in (1 - likely, likely)]
+    wanted = (-ratios[0] - 1.3 * 2) / 2 + 0.5 * sum(divergence) / 2
+    assert ratios[1] > 1.3
+    assert_close(value, tensor(wanted))
+    assert stats["clip_fraction"] == 0.5
+
+
+def test_the_value_of_dgpo_starts_at_log_two_and_a_worse_policy_has_more():
+    residuals = drawn()
+    same = replace(residuals, reference=residuals.policy, old=residuals.policy)
+    batch = scored(ADVANTAGE, GROUP)
+    assert run(DGPO(), same, batch)[0].item() == pytest.approx(log(2))
+    worse = replace(same, policy=same.policy * (1 + 0.1 * per_row(ADVANTAGE.sign(), same.policy)))
+    assert run(DGPO(), worse, batch)[0] > log(2)
+
+
+def test_dgpo_stops_rows_that_have_moved_too_far_but_not_those_that_come_back():
+    """l_old - l = log 1.2 in all rows; only a row that is to be matched better has gone too far."""
+    error = log(1.2)
+    policy = tensor([[1.0], [1.0], [1.0]])
+    old = (1 + tensor(error)).sqrt().expand(3, 1)
+    batch = scored(tensor([2.0, -1.0, 0.5]))
+    for clip, stopped in ((0.1, [0, 2]), (0.3, [])):
+        _, stats, grad = run(DGPO(clip=clip), Residuals(policy, policy, old), batch)
+        assert (grad[:, 0] == 0).nonzero().flatten().tolist() == stopped
+        assert stats["clip_fraction"].item() == pytest.approx(len(stopped) / 3)
+
+
+def test_a_guarded_norm_costs_only_above_that_of_the_reference():
+    """Predictions are residual + target: norms 5 and 6, of references 4 and 8."""
+    target = tensor([[3.0, 0.0], [0.0, 2.0]])
+    policy = tensor([[0.0, 4.0], [0.0, 4.0]])
+    reference = tensor([[-3.0, 4.0], [0.0, 6.0]])
+    residuals = Residuals(policy, reference, target=target)
+    inner = SFT(on="all")
+    base, _, plain = run(inner, residuals, scored(tensor([1.0, 1.0])))
+    weighted = scored(tensor([1.0, 1.0]), weight=tensor([2.0, 1.0]))
+    cases: list[tuple[Literal[1, 2], float]] = [(1, 0.25), (2, 0.0625)]
+    for power, hinge in cases:
+        guard = NormGuard(inner=inner, weight=3.0, power=power)
+        value, stats, grad = run(guard, residuals, scored(tensor([1.0, 1.0])))
+        assert_close(value, base + 3 * hinge / 2)
+        assert_close(stats["norm_hinge"], tensor(hinge / 2))
+        assert torch.equal(grad[1], plain[1])
+        direction = tensor([3.0, 4.0]) / 5 / 4 * 3 / 2
+        assert_close(grad[0] - plain[0], direction * (1 if power == 1 else 2 * 0.25))
+        heavier = run(guard, residuals, weighted)[0] - run(inner, residuals, weighted)[0]
+        assert_close(heavier, tensor(3 * 2 * hinge / 2))
+
+
+def test_a_guarded_loss_asks_for_a_reference_and_keeps_what_its_inner_loss_asks_for():
+    needs = NormGuard(inner=NFT()).requirements
+    assert (needs.reference, needs.old, needs.paired) == (True, True, False)
+    assert needs.requires == {"advantages"}
+
+
+# Rows, weights and processes ----------------------------------------------------------------------
+
+EVERY = {
+    "nft": NFT(beta=0.5),
+    "awm": AWM(),
+    "awm_old": AWM(ratio_to="old", clip=None, weighting="huber"),
+    "vgrpo": VGRPO(),
+    "ram": RAM(),
+    "flow_awr": FlowAWR(),
+    "dgpo": DGPO(beta=2.0, clip=50.0),
+    "dgpo_old": DGPO(beta=2.0, relative_to="old", clip=None),
+    "crd": CRD(),
+    "crd_bce": CRD(form="bce", kl=0.0),
+    "kvpo": KVPO(kl=0.2),
+    "norm_guard": NormGuard(inner=NFT(), weight=0.3),
+}
+every = pytest.mark.parametrize("loss", EVERY.values(), ids=EVERY)
+
+
+def only_required(loss: MatchingLoss, residuals: Residuals) -> Residuals:
+    """What the loop would evaluate for this loss."""
+    needs = loss.requirements
+    return replace(
+        residuals,
+        reference=residuals.reference if needs.reference else None,
+        old=residuals.old if needs.old else None,
+        anchor=residuals.anchor if needs.anchor else None,
+    )
+
+
+def rows(residuals: Residuals, batch: Examples, index: Tensor) -> tuple[Residuals, Examples]:
+    """These rows of residuals and batch, in this order."""
+    taken = {name: value[index] for name, value in vars(residuals).items() if value is not None}
+    part = scored(batch.required_advantage[index], batch.required_group[index], batch.weight[index])
+    return Residuals(**taken), part
+
+
+WEIGHT = tensor([1.4, 0.3, 0.9, 2.0, 1.1, 0.6], dtype=torch.float64)
+
+
+@every
+def test_a_loss_needs_only_what_it_requires_and_logs_numbers_without_gradient(loss):
+    residuals = only_required(loss, drawn())
+    value, stats, grad = run(loss, residuals, scored(ADVANTAGE, GROUP, WEIGHT))
+    assert value.shape == ()
+    assert grad.isfinite().all()
+    assert grad.flatten(1).abs().amax(1).min() > 0
+    assert torch.equal(stats["policy_loss"], value)
+    for name, stat in stats.items():
+        assert (stat.shape, stat.requires_grad) == ((), False), name
+        assert stat.isfinite(), name
+
+
+@every
+def test_good_samples_are_matched_better_and_bad_ones_worse_at_the_start(loss):
+    """The gradient along the residual, where all networks are equal, has the advantage's sign."""
+    policy = drawn().policy
+    same = Residuals(policy, policy, policy, policy, drawn().target, SIGMA)
+    advantage = tensor([1.7, -0.4, -2.9, 0.6, 0.2, -1.1], dtype=torch.float64)
+    advantage = advantage - torch.stack([advantage[g == GROUP].mean() for g in GROUP])
+    grad = run(loss, same, scored(advantage, GROUP))[2]
+    slope = (grad * policy).flatten(1).sum(1)
+    if isinstance(loss, FlowAWR):
+        assert slope[advantage.argmax()] > 0 > slope[advantage.argmin()]
+    else:
+        assert torch.equal(slope.sign(), advantage.sign())
+
+
+@every
+def test_the_order_of_rows_does_not_matter(loss):
+    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    index = tensor([3, 5, 0, 4, 1, 2])
+    value, _, grad = run(loss, residuals, batch)
+    other, _, moved = run(loss, *rows(residuals, batch, index))
+    assert_close(other, value)
+    assert_close(moved, grad[index])
+
+
+@every
+def test_weights_multiply_what_rows_teach(loss):
+    residuals = drawn()
+    value, _, grad = run(loss, residuals, scored(ADVANTAGE, GROUP, WEIGHT))
+    twice, _, double = run(loss, residuals, scored(ADVANTAGE, GROUP, 2 * WEIGHT))
+    assert_close(twice, 2 * value)
+    assert_close(double, 2 * grad)
+    if not isinstance(loss, KVPO):  # the softmax of a group teaches all of its rows
+        nothing = WEIGHT.clone()
+        nothing[2] = 0
+        assert run(loss, residuals, scored(ADVANTAGE, GROUP, nothing))[2][2].abs().max() == 0
+
+
+@every
+def test_losses_that_compare_rows_say_so(loss):
+    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    grad = run(loss, residuals, batch)[2]
+    halves = torch.zeros_like(grad)
+    for index in (tensor([0, 1, 4]), tensor([2, 3, 5])):
+        halves[index] = run(loss, *rows(residuals, batch, index))[2] / 2
+    assert torch.allclose(halves, grad, atol=1e-12) != loss.requirements.whole_groups
+
+
+def split(loss, residuals, batch, parts):
+    """The gradient of every row where each part of the rows is on a process of its own."""
+    tables: list[Tensor] = []
+    for index in parts:  # what each process gathers, before any knows the others'
+        run(loss, *rows(residuals, batch, index), LossContext(gather=_recorder(tables)))
+    grad = torch.zeros_like(residuals.policy)
+    value = torch.zeros((), dtype=torch.float64)
+    together = LossContext(gather=lambda _: torch.cat(tables))
+    for index in parts:
+        part, _, some = run(loss, *rows(residuals, batch, index), together)
+        grad[index] = some * len(index) / 6
+        value += part * len(index) / 6
+    return value, grad
+
+
+def _recorder(tables):
+    def gather(table):
+        tables.append(table.detach())
+        return table.detach()
+
+    return gather
+
+
+GATHERING = {k: v for k, v in EVERY.items() if v.requirements.whole_groups and k != "kvpo"}
+
+
+@pytest.mark.parametrize("loss", GATHERING.values(), ids=GATHERING)
+def test_groups_split_between_processes_are_gathered(loss):
+    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    value, _, grad = run(loss, residuals, batch)
+    other, moved = split(loss, residuals, batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
+    assert_close(other, value)
+    assert_close(moved, grad)
+
+
+def test_kvpo_refuses_groups_split_between_processes_and_takes_whole_ones():
+    residuals, batch = drawn(), scored(ADVANTAGE, GROUP, WEIGHT)
+    whole = (tensor([0, 2, 5]), tensor([1, 3, 4]))
+    value, _, grad = run(KVPO(), residuals, batch)
+    other, moved = split(KVPO(), residuals, batch, whole)
+    assert_close(other, value)
+    assert_close(moved, grad)
+    with pytest.raises(ValueError, match="KVPO needs all rows of a group on one process"):
+        split(KVPO(), residuals, batch, (tensor([4, 0]), tensor([1, 2, 3, 5])))
+
+
+@every
+def test_a_process_without_rows_takes_part_in_what_the_others_gather(loss):
+    calls = []
+    empty = Residuals(*[torch.zeros(0, 2, 3)] * 5, sigma=torch.zeros(0))
+    batch = scored(torch.zeros(0))
+    context = LossContext(gather=lambda t: calls.append(len(t)) or t.detach())
+    loss.loss(empty, batch, context)
+    assert calls == [0] * loss.requirements.whole_groups
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: NFT(beta=0.0), "beta is 0"),
+        (lambda: NFT(advantage_max=-1.0), "advantage_max is -1"),
+        (lambda: AWM(clip=0.0), "clip is 0"),
+        (lambda: AWM(anchor_weight=-0.5), "anchor_weight is -0.5"),
+        (lambda: DGPO(beta=-3.0), "beta is -3"),
+        (lambda: DGPO(clip=0.0), "clip is 0"),
+        (lambda: CRD(kl=0.1, least_kl=0.2), r"kl is 0\.1 and least_kl 0\.2"),
+        (lambda: KVPO(scale=0.0), "scale is 0"),
+        (lambda: KVPO(kl=-1.0), "kl is -1"),
+        (lambda: FlowAWR(temperature=0.0), "temperature is 0"),
+        (lambda: RAM(eta=0.0), "eta is 0"),
+        (lambda: VGRPO(eta=0.0), "eta is 0"),
+        (lambda: NormGuard(inner=NFT(), weight=0.0), "weight is 0"),
+    ],
+)
+def test_settings_that_make_no_loss_are_refused(make, said):
+    with pytest.raises(ValueError, match=said):
+        make()

@@ -1,0 +1,474 @@
+"""Scored groups: samples of a prompt, their advantages, and the noise levels they count at."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.testing import assert_close
+
+from flowalign.credit.branch import Branch
+from flowalign.credit.critic import Critic
+from flowalign.credit.gain import Gain, NextValue
+from flowalign.credit.lambda_return import LambdaReturn
+from flowalign.credit.outcome import Outcome
+from flowalign.distributed.processes import Processes
+from flowalign.functional.completion import Completion
+from flowalign.functional.matching import step_at
+from flowalign.functional.solver import second_order_step
+from flowalign.losses.matching.awm import AWM
+from flowalign.losses.matching.crd import CRD
+from flowalign.losses.matching.dgpo import DGPO
+from flowalign.losses.matching.nft import NFT
+from flowalign.losses.matching.sft import SFT
+from flowalign.rewards.composite import Rewards
+from flowalign.rewards.objectives import Thresholds
+from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
+from flowalign.training.checkpoint import latest, read_loop
+from flowalign.training.ema import EMA
+from flowalign.training.matching.noising import noise_for
+from flowalign.training.matching.recipe import Matching
+from flowalign.training.matching.references import Average
+from flowalign.training.matching.times import SamplerGrid, Uniform
+from flowalign.training.recipe import RunContext
+from flowalign.utils.costs import Costs
+from flowalign.utils.seeds import generator
+from tests.fixtures.pixel import PixelPolicy, Redness
+from tests.fixtures.preference import as_recipe, recipe, train
+from tests.fixtures.scored import Weighed, batch_of, groups, opened
+from tests.fixtures.small_run import Killed, Mortal, go, new_run
+from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
+from tests.fixtures.stopped_runs import assert_same_run
+from tests.fixtures.training import ALONE, flat, new_learner, new_recipe, new_rewards
+
+STOCHASTIC = {"sde_window": AllButLast()}
+GRID = SamplerGrid(num_steps=4, distinct=True)
+
+
+def redness(latents):
+    pixels = latents.sigmoid()
+    return pixels[:, 0] - pixels[:, 2]
+
+
+def trained_policy(seed: int) -> PixelPolicy:
+    """Another network, whose samples differ."""
+    policy = PixelPolicy(seed=seed)
+    with torch.no_grad():
+        policy.denoiser[-1].weight.normal_(generator=torch.Generator().manual_seed(seed))
+    return policy
+
+
+def context(rewards: Rewards | None = None, **changes) -> RunContext:
+    given = {"policy": PixelPolicy(), "rewards": rewards or new_rewards(), "num_steps": 1}
+    return RunContext(**given | changes)
+
+
+# The source ---------------------------------------------------------------------------------------
+
+
+def test_every_sample_has_its_advantage_among_those_of_its_prompt(tmp_path):
+    stream = opened(groups(tmp_path))
+    batch = batch_of(stream)
+    examples = batch.examples
+    value = redness(examples.latents).view(3, 4)
+    centred = value - value.mean(1, keepdim=True)
+    expected = centred / (value.std(1, correction=0, keepdim=True) + 1e-4)
+    assert_close(examples.advantage, expected.flatten(), atol=2e-4, rtol=1e-4)
+    assert (batch.first, batch.total, batch.steps) == (0, 12, None)
+    assert examples.group.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    asked = stream.requests.batch(0, 3)
+    lengths = [float(len(r.prompt)) for r in asked for _ in range(4)]
+    assert examples.cond["length"][:, 0].tolist() == lengths
+    assert torch.equal(examples.desirable, examples.advantage > 0)
+    assert_close(examples.scores["redness"], value.flatten(), atol=1e-6, rtol=0)
+    assert batch.metrics["reward_mean"] == pytest.approx(float(value.mean()), abs=1e-6)
+    assert batch.metrics["zero_std_ratio"] == 0
+    assert stream.held_out() is None
+
+
+def test_samples_are_those_of_the_deterministic_sampler_of_either_order(tmp_path):
+    policy = trained_policy(3)
+    for ratio in (None, 1.0):
+        stream = opened(groups(tmp_path, {"tail_ratio": ratio}), new_learner(policy))
+        latents = batch_of(stream).examples.latents
+        x = torch.cat([policy.noise(4, generator(0, "noise", 0, i)) for i in range(3)])
+        cond = policy.encode([r for r in stream.requests.batch(0, 3) for _ in range(4)])
+        sigmas, before = torch.linspace(1, 0, 5), None
+        for k in range(4):
+            with torch.no_grad():
+                v = policy.velocity(x, sigmas[k], cond)
+            x0 = x - sigmas[k] * v
+            if ratio and before is not None:
+                x = second_order_step(x, x0, before, sigmas[k - 1], sigmas[k], sigmas[k + 1])
+            else:
+                x = x + (sigmas[k + 1] - sigmas[k]) * v
+            before = x0
+        assert_close(latents, x, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weights", ["old", "behaviour", "ema"])
+def test_averages_sample_while_the_policy_stays_as_it_is(tmp_path, weights):
+    learner = new_learner(PixelPolicy(seed=1))
+    other = trained_policy(2)
+    now = flat(learner.policy.denoiser)
+    learner.averages[weights] = EMA(list(other.denoiser.parameters()), 0.5)
+    learner.averages[weights].parameters = learner.parameters
+    drawn = batch_of(opened(groups(tmp_path, weights=weights), learner)).examples.latents
+    assert torch.equal(
+        drawn, batch_of(opened(groups(tmp_path), new_learner(other))).examples.latents
+    )
+    assert not torch.equal(drawn, batch_of(opened(groups(tmp_path), learner)).examples.latents)
+    assert torch.equal(flat(learner.policy.denoiser), now)
+
+
+def test_only_the_best_and_the_worst_of_a_group_are_examples(tmp_path):
+    everyone = batch_of(opened(groups(tmp_path, {"samples_per_prompt": 7})))
+    cfg = groups(tmp_path, {"samples_per_prompt": 7}, extremes=2)
+    few = batch_of(opened(cfg))
+    advantage = everyone.examples.advantage.view(3, 7)
+    order = advantage.argsort(1)
+    kept = torch.cat([order[:, :2], order[:, -2:]], 1).sort(1).values
+    rows = (kept + 7 * torch.arange(3)[:, None]).flatten()
+    assert torch.equal(few.examples.latents, everyone.examples.latents[rows])
+    assert torch.equal(few.examples.advantage, everyone.examples.advantage[rows])
+    assert (few.total, cfg.examples_per_step, cfg.rows_per_group) == (12, 12, 4)
+    assert few.metrics["samples_dropped"] == 9
+
+
+@pytest.mark.parametrize(("rule", "left"), [("drop_sample", 8), ("drop_group", 8)])
+def test_samples_whose_reward_failed_are_no_examples(tmp_path, rule, left):
+    asked = opened(groups(tmp_path)).requests.batch(0, 3)
+    rewards = Rewards([Redness(fail_on=asked[1].prompt)], {"redness": 1.0})
+    known = [asked[1].prompt not in r.prompt for r in asked]
+    batch = batch_of(opened(groups(tmp_path, on_failed_reward=rule), rewards=rewards))
+    assert batch.total == len(batch.examples.latents) == 4 * sum(known) == left
+    assert batch.examples.group.unique().tolist() == [i for i in range(3) if known[i]]
+    assert batch.metrics["reward_invalid"] == pytest.approx(1 - sum(known) / 3)
+    with pytest.raises(RuntimeError, match="rewards failed"):
+        batch_of(opened(groups(tmp_path), rewards=rewards))
+
+
+def test_a_prompt_without_spread_has_advantages_of_zero(tmp_path):
+    cfg = groups(tmp_path, {"seeds_per_prompt": 1})  # one noise, no other: four equal samples
+    batch = batch_of(opened(cfg))
+    assert batch.examples.advantage.tolist() == [0.0] * 12
+    assert batch.metrics["zero_std_ratio"] == 1
+
+
+def test_every_sample_is_conditioned_and_scored_with_its_own_source(tmp_path):
+    cfg = replace(groups(tmp_path), prompts=write_sources(tmp_path), prompts_per_step=5)
+    rewards = Rewards([OwnSource()], {"red": 1.0})
+    batch = batch_of(opened(cfg, new_learner(SourcePolicy()), rewards))
+    assert batch.metrics["reward/own"] == 1
+    assert len(batch.examples.cond["length"].unique()) == 5
+
+
+def test_a_batch_is_a_function_of_seed_step_and_policy_alone(tmp_path):
+    cfg, learner = groups(tmp_path, STOCHASTIC, credit=Gain()), new_learner()
+    late, straight = (list(opened(cfg, learner).batches(steps))[-1] for steps in ([2], [0, 1, 2]))
+    assert torch.equal(late.examples.latents, straight.examples.latents)
+    assert torch.equal(late.steps.advantage, straight.steps.advantage)
+    for other in (opened(cfg, learner, seed=1), opened(cfg, new_learner(PixelPolicy(seed=3)))):
+        assert not torch.equal(batch_of(other, 2).examples.latents, late.examples.latents)
+
+
+# Noise levels and groups --------------------------------------------------------------------------
+
+
+def drawn(batch, loss, **changes):
+    cfg = recipe(loss=loss, times=Uniform(), times_per_sample=3, **changes)
+    return noise_for(cfg, PixelPolicy(), batch.examples, batch.first, (0, 0, 0), batch.steps)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_group_shares_times_and_if_asked_noise(tmp_path, shared):
+    batch = batch_of(opened(groups(tmp_path)))
+    data = drawn(batch, Weighed(whole_groups=True, shared_noise=shared)).all()
+    group, sigma, noise = data.examples.group, data.sigma, data.noise
+    assert group.unique(return_counts=True)[1].tolist() == [4] * 9
+    for label in group.unique():
+        rows = group == label
+        assert len(sigma[rows].unique()) == 1
+        assert len(noise[rows].unique(dim=0)) == (1 if shared else 4)
+        assert len(data.examples.latents[rows].unique(dim=0)) == 4
+    assert len(sigma.unique()) == 9
+    apart = drawn(batch, Weighed()).all()
+    assert (len(apart.sigma.unique()), len(apart.noise.unique(dim=0))) == (36, 36)
+
+
+@pytest.mark.parametrize("loss", [Weighed(), Weighed(whole_groups=True, shared_noise=True)])
+def test_micro_batches_change_no_update(tmp_path, loss):
+    def weights(size):
+        learner = new_learner()
+        stream = opened(groups(tmp_path), learner)
+        cfg = recipe(loss=loss, times_per_sample=3, updates_per_step=2, micro_batch=size)
+        train(cfg, learner, stream, steps=2)
+        return flat(learner.policy.denoiser)
+
+    assert_close(weights(64), weights(5), atol=1e-6, rtol=1e-5)
+
+
+def test_whole_groups_are_never_divided(tmp_path):
+    seen = []
+
+    class Watching(Weighed):
+        def loss(self, residuals, batch, context):
+            seen.append(batch.group.tolist())
+            return super().loss(residuals, batch, context)
+
+    learner = new_learner()
+    cfg = recipe(
+        loss=Watching(whole_groups=True), times_per_sample=2, micro_batch=9, updates_per_step=2
+    )
+    train(cfg, learner, opened(groups(tmp_path), learner))
+    assert all(rows.count(label) == 4 for rows in seen for label in rows)
+    assert sorted(label for rows in seen for label in rows) == sorted([*range(6)] * 4)
+    assert max(len(rows) for rows in seen) == 8
+
+
+# Credit of denoising steps ------------------------------------------------------------------------
+
+
+def test_an_example_counts_at_a_noise_level_by_the_step_there(tmp_path):
+    cfg = groups(tmp_path, {"sde_window": Fixed(1, 3)}, credit=Gain())
+    batch = batch_of(opened(cfg))
+    assert batch.examples.advantage is None
+    steps, data = batch.steps, drawn(batch, Weighed())
+    assert steps.trained.all(0).tolist() == [False, True, True, False]
+    k = step_at(data.sigma, steps.sigmas)
+    assert set(k.tolist()) == {1, 2}, "levels of untrained steps are left out"
+    assert 0 < len(data) < 36
+    found = data.all().examples
+    assert_close(found.advantage, steps.advantage[data.index, k])
+    assert torch.equal(found.latents, batch.examples.latents[data.index])
+    assert len(found.advantage.unique()) > 10
+
+
+@pytest.mark.parametrize(
+    "loss", [Weighed(), NFT(), AWM(), DGPO(), CRD()], ids=lambda x: type(x).__name__
+)
+def test_credit_by_outcomes_is_the_published_method_at_trained_levels(tmp_path, loss):
+    def weights(**credit):
+        learner = new_learner()
+        for name in ("old", "anchor"):
+            Average(decay=0.5).follow(learner, name)
+        stream = opened(groups(tmp_path, STOCHASTIC, **credit), learner)
+        times = SamplerGrid(num_steps=4, stop=3, distinct=True)
+        cfg = recipe(loss=loss, times=times, times_per_sample=3, updates_per_step=2)
+        train(cfg, learner, stream, steps=2)
+        return flat(learner.policy.denoiser)
+
+    assert torch.equal(weights(credit=Outcome()), weights())
+    assert not torch.equal(weights(credit=Gain()), weights())
+
+
+def test_completions_are_the_latents_whose_values_are_credited(tmp_path):
+    cfg = groups(tmp_path, {"sde_window": Fixed(0, 2)}, credit=NextValue(), clean="completion")
+    learner = new_learner(trained_policy(5))
+    batch = batch_of(opened(cfg, learner))
+    steps = batch.steps
+    assert sorted(steps.completed) == [0, 1]
+    first, last = steps.completed[0], steps.completed[1]
+    assert torch.equal(last, batch.examples.latents), "after the last noise the ODE ends there"
+    assert not torch.allclose(first, last)
+    values = torch.stack([redness(first), redness(last)], 1).view(3, 4, 2)
+    spread = values.std(1, correction=0, keepdim=True) + 1e-4
+    expected = ((values - values.mean(1, keepdim=True)) / spread).flatten(0, 1)
+    assert_close(steps.advantage[:, :2], expected, atol=2e-4, rtol=1e-4)
+    data = drawn(batch, Weighed())
+    k = step_at(data.sigma, steps.sigmas)
+    found = data.all().examples.latents
+    for step in (0, 1):
+        assert torch.equal(found[k == step], steps.completed[step][data.index[k == step]])
+
+
+def test_extremes_of_steps_are_chosen_step_by_step(tmp_path):
+    cfg = groups(tmp_path, STOCHASTIC, credit=Gain(), extremes=1)
+    steps = batch_of(opened(cfg)).steps
+    assert steps.trained.sum(0).tolist() == [6, 6, 6, 0]
+    assert (steps.trained[:, 0] != steps.trained[:, 1]).any()
+
+
+# The run ------------------------------------------------------------------------------------------
+
+
+def test_samples_become_redder(tmp_path):
+    learner = new_learner()
+    stream = opened(groups(tmp_path, {"samples_per_prompt": 8}), learner)
+    cfg = recipe(loss=Weighed(), times=GRID, times_per_sample=4)
+    metrics = train(cfg, learner, stream, steps=15)
+    assert metrics[-1]["reward_mean"] > metrics[0]["reward_mean"] + 0.1
+
+
+@pytest.mark.parametrize("credit", [None, Gain()])
+def test_a_run_costs_what_the_plan_says(tmp_path, credit):
+    costs, policy = Costs(), PixelPolicy()
+    costs.count(policy.denoiser)
+    learner, rewards = new_learner(policy), Rewards([Redness()], {"redness": 1.0}, costs=costs)
+    cfg = groups(tmp_path, STOCHASTIC, credit=credit)
+    times = SamplerGrid(num_steps=4, stop=3, distinct=True)
+    whole = as_recipe(recipe(loss=Weighed(), times=times, times_per_sample=3), cfg)
+    train(whole, learner, opened(cfg, learner, rewards), steps=2)
+    rows = whole.plan(context(rewards), policy.plan(), 1).rows
+    made = sum(int(n.split()[0]) for n in rows["evaluations of samples per step"].split(" + "))
+    assert rows["matching evaluations per step"] == "36 training"
+    assert costs.training_evaluations == 2 * 36
+    assert costs.sampling_evaluations == 2 * made
+    assert costs.decodes == 2 * int(rows["decodes per step"])
+    assert costs.reward_calls == 2 * int(rows["reward calls per step"])
+    assert rows["samples per step"] == "12 = 3 prompts x 4"
+    assert rows.get("noise levels with credit") == (
+        "0.75 to 1, 0.5 to 0.75, 0.25 to 0.5" if credit else None
+    )
+
+
+def matching(cfg, **changes) -> Matching:
+    return as_recipe(recipe(loss=Weighed(), **changes), cfg)
+
+
+def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
+    def whole(folder):
+        cfg = groups(
+            tmp_path,
+            STOCHASTIC,
+            credit=LambdaReturn(),
+            critic=Critic(),
+            thresholds=Thresholds(at={"green": 0.4}),
+            weights="behaviour",
+        )
+        behaviour = Average(decay=0.5)
+        learned = matching(cfg, times=GRID, times_per_sample=2, behaviour=behaviour)
+        weights = {"redness": 1.0, "green": 0.5}
+        return replace(new_run(folder), recipe=learned, reward_weights=weights)
+
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    go(whole(straight))
+    with pytest.raises(Killed):
+        go(replace(whole(broken), rewards=[Mortal(3)]))
+    newest = latest(broken / "checkpoints")
+    assert newest is not None
+    go(whole(broken), newest)
+    assert_same_run(straight, broken, 5)
+    loop = read_loop(broken / "checkpoints" / "step-000005")["loop"]
+    assert loop == read_loop(straight / "checkpoints" / "step-000005")["loop"]
+    assert loop["data"]["multipliers"][0][1] != 0
+    assert loop["data"]["critic"]
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def test_settings_that_no_run_can_use_are_refused(tmp_path):
+    wrong = {
+        r"credit is Gain, which credits stochastic": {"credit": Gain()},
+        r"recipe.data.extremes is 3: the best": {"extremes": 3},
+        r"recipe.data.clean is completion, but credit null values": {"clean": "completion"},
+        r"samples_per_prompt is 1: a group of one": {"sampling": {"samples_per_prompt": 1}},
+        r"recipe.data.advantage_scale is given": {"advantage_scale": "given"},
+        r"credit Outcome values finished samples": {
+            "sampling": STOCHASTIC,
+            "credit": Outcome(),
+            "clean": "completion",
+        },
+        r"completions by the weights and the\s+guidance": {
+            "sampling": STOCHASTIC,
+            "credit": Gain(),
+            "clean": "completion",
+            "completion": Completion(weights="reference"),
+        },
+        r"samples that share states": {"sampling": STOCHASTIC, "credit": Branch()},
+        r"recipe.data.critic is null, but LambdaReturn": {
+            "sampling": STOCHASTIC,
+            "credit": LambdaReturn(),
+        },
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            groups(tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"recipe.sampling.sde_window NoSteps chooses no step"):
+        new_recipe({"sde_window": NoSteps()})
+
+
+def test_recipes_that_do_not_fit_the_data_are_refused(tmp_path):
+    run, plan = context(), PixelPolicy().plan()
+    with pytest.raises(ValueError, match=r"recipe.data.weights is ema, but ema is null"):
+        matching(groups(tmp_path, weights="ema")).check(run)
+    matching(groups(tmp_path, weights="ema")).check(replace(run, has_ema=True))
+    with pytest.raises(ValueError, match=r"weights named old, and recipe.old is null"):
+        matching(groups(tmp_path, weights="old")).check(run)
+    with pytest.raises(ValueError, match=r"micro_batch is 3, but Weighed compares all of the 4"):
+        as_recipe(recipe(loss=Weighed(whole_groups=True), micro_batch=3), groups(tmp_path)).check(
+            run
+        )
+    with pytest.raises(ValueError, match=r"times_per_sample is 5, but recipe\.times has 4"):
+        matching(groups(tmp_path), times=GRID, times_per_sample=5).plan(run, plan, 1)
+    with pytest.raises(ValueError, match=r"data.prompts_per_step is 3, fewer than the 4"):
+        matching(groups(tmp_path)).plan(run, plan, 4)
+    with pytest.raises(ValueError, match="rewards is empty"):
+        matching(groups(tmp_path)).check(context(Rewards([], {})))
+    as_recipe(recipe(loss=SFT()), groups(tmp_path)).check(run)
+
+
+# Two processes ------------------------------------------------------------------------------------
+
+
+def _outcomes(folder: Path):
+    loss = Weighed(whole_groups=True, shared_noise=True)
+    return groups(folder, extremes=1), {"loss": loss, "times_per_sample": 2}
+
+
+def _steps(folder: Path):
+    cfg = groups(
+        folder,
+        STOCHASTIC,
+        credit=Gain(),
+        clean="completion",
+        on_failed_reward="drop_sample",
+        advantage_scale="batch",
+    )
+    return cfg, {"loss": Weighed(), "times": GRID, "times_per_sample": 3, "updates_per_step": 2}
+
+
+RUNS = {f.__name__: f for f in (_outcomes, _steps)}
+
+
+def _made(name: str, folder: Path, processes: Processes):
+    cfg, changes = RUNS[name](folder)
+    learner = new_learner(processes=processes)
+    rewards = Rewards([Redness(fail_on="bb")], {"redness": 1.0}) if name == "_steps" else None
+    stream = opened(cfg, learner, rewards)
+    metrics = train(recipe(**{"micro_batch": 4} | changes), learner, stream, 3)
+    pace = ("timing/", "throughput", "pairs_per_second", "check/max_rank", "check/moved")
+    kept = [{k: v for k, v in m.items() if not k.startswith(pace)} for m in metrics]
+    return flat(learner.policy.denoiser), kept
+
+
+def _one_of_two(rank: int, folder: str):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    for name in RUNS:
+        found = _made(name, Path(folder), Processes(rank, 2, torch.device("cpu")))
+        torch.save(found, f"{folder}/{name}{rank}")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def on_two(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    groups(folder)
+    mp.start_processes(_one_of_two, (str(folder),), nprocs=2, start_method="fork")
+    return folder
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
+    first, second = (torch.load(on_two / f"{name}{rank}", weights_only=True) for rank in (0, 1))
+    assert torch.equal(first[0], second[0]), "ranks hold different weights"
+    assert first[1] == second[1], "ranks report different metrics"
+    weights, metrics = _made(name, on_two, ALONE)
+    assert_close(first[0], weights, atol=1e-6, rtol=1e-6)
+    for ours, theirs in zip(metrics, first[1], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5, nan_ok=True)
