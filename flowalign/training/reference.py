@@ -67,13 +67,16 @@ class Guided(VelocityField):
         self.field = copy.copy(_around(field))
         self.field.policy = policy = copy.copy(plain)
         policy.guidance, policy.evaluations_per_velocity = guidance, 2
-        self.empty = _unconditional(plain, policy) if plain.evaluations_per_velocity == 1 else {}
+        guided = plain.evaluations_per_velocity > 1
+        self.empty: dict[str, Tensor] = {}
+        if not (guided and plain.takes.references[1]):  # which only requests have
+            self.empty = _unconditional(_without_guidance(plain) if guided else plain, policy)
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the guided dx / dsigma."""
         empty = {name: row.expand(len(x), *row.shape[1:]) for name, row in self.empty.items()}
-        return self.field.velocity(x, sigma, {**cond, **empty})
+        return self.field.velocity(x, sigma, {**empty, **cond})
 
 
 def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:

@@ -248,7 +248,10 @@ def test_micro_batches_of_any_size_log_the_same_norms():
 @pytest.mark.parametrize("sampled_with", [1.0, 3.0])
 @pytest.mark.parametrize("inner", [FrozenBase(), EMAReference(decay=0.0)])
 def test_a_guided_reference_adds_guidance_of_its_own_scale(inner, sampled_with):
-    """The conditioning on the empty prompt is there already, or encoded with the reference."""
+    """The conditioning on the empty prompt is there already, or encoded with the reference.
+
+    Stored data never have it.
+    """
     policy, both = new_sd3(guidance=sampled_with), new_sd3(guidance=2.0)
     learner = new_learner(policy=policy)
     GuidedReference(guidance=2.5, inner=inner).build(learner)
@@ -261,7 +264,10 @@ def test_a_guided_reference_adds_guidance_of_its_own_scale(inner, sampled_with):
     start = [p.detach().clone() for p in learner.parameters]
     move(policy, 0.2)
     moved = [p.detach().clone() for p in learner.parameters]
-    got = learner.reference.velocity(x, sigma, policy.encode(requests))
+    encoded = policy.encode(requests)
+    got = learner.reference.velocity(x, sigma, encoded)
+    stored = {k: v for k, v in encoded.items() if not k.endswith("_neg")}
+    assert_close(learner.reference.velocity(x, sigma, stored), got, atol=1e-4, rtol=1e-4)
     for p, value in zip(learner.parameters, moved, strict=True):
         assert torch.equal(p, value)
     plain = policy if sampled_with == 1 else unguided(policy)

@@ -20,7 +20,7 @@ from flowalign.data.preference.pairs import media_of
 from flowalign.distributed import processes as distributed
 from flowalign.distributed.processes import Processes
 from flowalign.media.media import Media
-from flowalign.training.matching import noising as matching
+from flowalign.training.matching import noising
 from flowalign.types import plain_requests
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.preference import painted, pairs, recipe, stored, train
@@ -123,8 +123,8 @@ def test_a_note_says_what_the_cache_has_saved(tmp_path):
 
 
 def test_an_update_copies_no_more_than_a_micro_batch_at_once(monkeypatch):
-    taken, take = [], matching.take
-    monkeypatch.setattr(matching, "take", lambda e, some: taken.append(len(some)) or take(e, some))
+    taken, take = [], noising.take
+    monkeypatch.setattr(noising, "take", lambda e, some: taken.append(len(some)) or take(e, some))
     train(recipe(micro_batch=3, updates_per_step=2), new_learner(), pairs(11), 1)
     assert max(taken) == 3
     assert sum(taken) >= 11
