@@ -1,7 +1,8 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
 from typing import Any, Literal
 
@@ -10,10 +11,11 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan, Policy
+from flowalign.types import Cond, ModelPlan, Policy, Renders
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.estimates import hollow, peak_bytes, recompute_decoding
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -28,7 +30,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DiffusersPolicy(Policy):
+class DiffusersPolicy(Policy, Renders):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -115,7 +117,8 @@ class DiffusersPolicy(Policy):
         )
         scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
         self.pipe.scheduler = scheduler_of(scheduler)
-        self.pipe.vae.float()
+        recompute_decoding(self.pipe.vae.float())
+        self.set_up(self.pipe.vae)
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
                 part.to(device)
@@ -149,6 +152,26 @@ class DiffusersPolicy(Policy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
+        return self.decoded(x)
+
+    def render(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
+        media = self.decoded(x)
+        return media if frames is None else media[:, list(frames)]
+
+    def render_bytes(self) -> int:
+        """Render latents of the meta device, forward and backward."""
+        latent_shape, probe = self.plan().latent_shape, copy(self)
+        probe.pipe = hollow(self.pipeline_class, self.path)
+        recompute_decoding(probe.pipe.vae)
+        probe.set_up(probe.pipe.vae)
+        x = torch.empty(1, *latent_shape, device="meta", requires_grad=True)
+        return peak_bytes(lambda: probe.render(x).sum().backward(), with_gradient=True)
+
+    def set_up(self, vae: Any) -> None:
+        """Apply the policy's memory settings to a VAE: the loaded one, or that of an estimate."""
+
+    def decoded(self, x: Tensor) -> Tensor:
+        """Return media in [0, 1], with a gradient if one is recorded."""
         config = self.pipe.vae.config
         z = x / config.scaling_factor + (config.shift_factor or 0.0)
         image = self.pipe.vae.decode(z, return_dict=False)[0]
