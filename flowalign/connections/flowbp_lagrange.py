@@ -54,9 +54,8 @@ class FlowBPLagrange(Connection):
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[Connected]:
         """Yield the sample with its weight."""
-        require_steps(
-            f"FlowBPLagrange.leaps {type(self.leaps).__name__}", self.leaps.fewest, replay.num_steps
-        )
+        leaps, num_steps = self.leaps, replay.num_steps
+        require_steps(f"FlowBPLagrange.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
         k, j = leaps.draw(num_steps, generator)
         x0 = replay.state(num_steps)
         leap = replay.state(k) + self.integral(replay, k, j, replay.velocity(k))

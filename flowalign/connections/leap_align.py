@@ -35,9 +35,8 @@ class LeapAlign(Connection):
 
     def __call__(self, replay: Replay, generator: torch.Generator) -> Iterator[Connected]:
         """Yield the sample with its weight."""
-        require_steps(
-            f"LeapAlign.leaps {type(self.leaps).__name__}", self.leaps.fewest, replay.num_steps
-        )
+        leaps, num_steps = self.leaps, replay.num_steps
+        require_steps(f"LeapAlign.leaps {type(leaps).__name__}", leaps.fewest, num_steps)
         k, j = leaps.draw(num_steps, generator)
         sigmas, x0 = replay.sigmas, replay.state(num_steps)
         leap = replay.state(k) + (sigmas[j] - sigmas[k]) * replay.velocity(k)

@@ -1,8 +1,7 @@
 """Compute the gradient of the loss of rewards with respect to the latents that they score."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,13 +11,8 @@ from flowalign.losses.reward_gradient import RewardLoss
 from flowalign.rewards.composite import Rewards
 from flowalign.types import MediaBatch, Policy, Renders, Request, RewardOutput
 
-
-class Scorer(Protocol):
-    """Scores media with a gradient."""
-
-    def __call__(self, batch: MediaBatch) -> RewardOutput:
-        """Return all dimensions of the weighted rewards."""
-        ...
+Scorer = Callable[[MediaBatch], RewardOutput]
+"""Returns all dimensions of the weighted rewards, with the gradient of the media."""
 
 
 @dataclass(frozen=True)
