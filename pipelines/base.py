@@ -1,21 +1,19 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan, Policy, Renders
+from flowalign.types import Cond, ModelPlan
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
+from pipelines.decoding import DecodingPolicy, recompute_decoding
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
-from pipelines.estimates import hollow, peak_bytes, recompute_decoding
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -30,7 +28,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DiffusersPolicy(Policy, Renders):
+class DiffusersPolicy(DecodingPolicy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -38,7 +36,6 @@ class DiffusersPolicy(Policy, Renders):
     `lora` None the whole denoiser is trained.
     """
 
-    pipeline_class: type[DiffusionPipeline]
     transformer_class: Any
     """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     part: str = "transformer"
@@ -149,33 +146,6 @@ class DiffusersPolicy(Policy, Renders):
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
             out = self.denoiser(return_dict=False, **inputs)
         return out[0].float()
-
-    @torch.no_grad()
-    def decode(self, x: Tensor) -> Tensor:
-        return self.decoded(x)
-
-    def render(self, x: Tensor, frames: Sequence[int] | None = None) -> Tensor:
-        media = self.decoded(x)
-        return media if frames is None else media[:, list(frames)]
-
-    def render_bytes(self) -> int:
-        """Render latents of the meta device, forward and backward."""
-        latent_shape, probe = self.plan().latent_shape, copy(self)
-        probe.pipe = hollow(self.pipeline_class, self.path)
-        recompute_decoding(probe.pipe.vae)
-        probe.set_up(probe.pipe.vae)
-        x = torch.empty(1, *latent_shape, device="meta", requires_grad=True)
-        return peak_bytes(lambda: probe.render(x).sum().backward(), with_gradient=True)
-
-    def set_up(self, vae: Any) -> None:
-        """Apply the policy's memory settings to a VAE: the loaded one, or that of an estimate."""
-
-    def decoded(self, x: Tensor) -> Tensor:
-        """Return media in [0, 1], with a gradient if one is recorded."""
-        config = self.pipe.vae.config
-        z = x / config.scaling_factor + (config.shift_factor or 0.0)
-        image = self.pipe.vae.decode(z, return_dict=False)[0]
-        return (image / 2 + 0.5).clamp(0, 1)[:, None]
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:

@@ -26,13 +26,6 @@ def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
     return alive.most
 
 
-def recompute_decoding(vae: Any) -> None:
-    """Freeze a VAE, and let it recompute activations in a backward pass where its class can."""
-    vae.requires_grad_(False)
-    if vae._supports_gradient_checkpointing:
-        vae.enable_gradient_checkpointing()
-
-
 def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
     """Build the pipeline with its VAE on the meta device and no other component."""
     config = config_of(cls, path, "vae")

@@ -1,9 +1,9 @@
 """Define the settings of training on reward gradients that its loop reads."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from flowalign.losses.reward_gradient import Maximise, RewardLoss
+from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.control_words import ControlWords
 from flowalign.training import checks
 from flowalign.training.reward_gradient.dry_run import Cost, cost
@@ -37,7 +37,7 @@ class Settings:
     micro_batch: PositiveInt = 8
     """Samples per pass with gradient through policy, decoder and rewards; changes memory, not the
     update."""
-    on_failed_reward: Literal["raise", "drop_sample"] = "raise"
+    on_failed_reward: OnFailure = "raise"
     """raise: a failed reward ends the run. drop_sample: the sample has no gradient; the mean stays
     over all."""
     on_failed_check: checks.OnFailure = "raise"
@@ -46,6 +46,11 @@ class Settings:
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
         require_ranges(self, "recipe")
+        if self.on_failed_reward == "drop_group":
+            raise ValueError(
+                "recipe.on_failed_reward is drop_group, but samples are not compared here: choose "
+                "raise or drop_sample"
+            )
         if self.cost.inverts and self.relative is None:
             raise ValueError(
                 f"recipe.connection {type(self.connection).__name__} also adds noise, for which "
