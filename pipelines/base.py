@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan, Policy
+from flowalign.types import Cond, ModelPlan
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
+from pipelines.decoding import DecodingPolicy, recompute_decoding
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
@@ -28,7 +28,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DiffusersPolicy(Policy):
+class DiffusersPolicy(DecodingPolicy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -36,7 +36,6 @@ class DiffusersPolicy(Policy):
     `lora` None the whole denoiser is trained.
     """
 
-    pipeline_class: type[DiffusionPipeline]
     transformer_class: Any
     """Class of the denoiser, a subclass of both `ModelMixin` and `ConfigMixin`."""
     part: str = "transformer"
@@ -115,7 +114,8 @@ class DiffusersPolicy(Policy):
         )
         scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
         self.pipe.scheduler = scheduler_of(scheduler)
-        self.pipe.vae.float()
+        recompute_decoding(self.pipe.vae.float())
+        self.set_up(self.pipe.vae)
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
                 part.to(device)
@@ -146,13 +146,6 @@ class DiffusersPolicy(Policy):
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
             out = self.denoiser(return_dict=False, **inputs)
         return out[0].float()
-
-    @torch.no_grad()
-    def decode(self, x: Tensor) -> Tensor:
-        config = self.pipe.vae.config
-        z = x / config.scaling_factor + (config.shift_factor or 0.0)
-        image = self.pipe.vae.decode(z, return_dict=False)[0]
-        return (image / 2 + 0.5).clamp(0, 1)[:, None]
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from pipelines.folder import config_of, file_in, setting_of
 _ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
     """Return the peak bytes of the tensors that `work` creates and that are alive at once."""
-    with torch.no_grad(), _Alive() as alive:
+    with torch.set_grad_enabled(with_gradient), _Alive() as alive:
         work()
     return alive.most
 

@@ -109,8 +109,7 @@ class QwenImage(DiffusersPolicy):
         """Return the tokens that the network gets, those of x first, and the pictures' shapes."""
         return pack(x), [(1, *self.grid)]
 
-    @torch.no_grad()
-    def decode(self, x: Tensor) -> Tensor:
+    def decoded(self, x: Tensor) -> Tensor:
         mean, std = self._channelwise()
         image = self.pipe.vae.decode((x * std + mean)[:, :, None], return_dict=False)[0]
         return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)

@@ -121,12 +121,7 @@ class VideoPolicy(DiffusersPolicy):
     def plan(self) -> ModelPlan:
         return with_media(super().plan(), self)
 
-    def load(self, device: torch.device) -> None:
-        super().load(device)
-        self.set_up(self.pipe.vae)
-
     def set_up(self, vae: Any) -> None:
-        """Apply the memory settings to a VAE: the loaded one, or the one of the memory estimate."""
         if self.memory.tile:
             vae.enable_tiling()
         if self.memory.slice:
@@ -153,8 +148,7 @@ class VideoPolicy(DiffusersPolicy):
             for encoder in moved:
                 encoder.to("cpu")
 
-    @torch.no_grad()
-    def decode(self, x: Tensor) -> Tensor:
+    def decoded(self, x: Tensor) -> Tensor:
         mean, std = self.channelwise()
         device = "cpu" if self.memory.slice else x.device
         shape = len(x), self.video.num_frames, 3, self.height, self.width

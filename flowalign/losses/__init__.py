@@ -1,6 +1,7 @@
 """Losses that update a policy, one file per published loss.
 
-`policy_gradient` learns from transitions of rollouts, `matching` from noised clean latents.
+`policy_gradient` learns from transitions of rollouts, `matching` from noised clean latents,
+`reward_gradient` from the gradient of rewards.
 """
 
 from flowalign.losses.matching.awm import AWM
@@ -33,6 +34,7 @@ from flowalign.losses.policy_gradient.surrogates import (
     RewardClip,
     Surrogate,
 )
+from flowalign.losses.reward_gradient import Distance, Margin, Maximise, RewardLoss
 
 __all__ = [
     "VGRPO",
@@ -47,6 +49,7 @@ __all__ = [
     "AutoBeta",
     "DPO",
     "DenseDPO",
+    "Distance",
     "DivergenceMask",
     "GRPO",
     "Hinge",
@@ -58,10 +61,13 @@ __all__ = [
     "LocalDPO",
     "LogHinge",
     "MaPO",
+    "Margin",
+    "Maximise",
     "PPOClip",
     "RWR",
     "RatioNorm",
     "RewardClip",
+    "RewardLoss",
     "SFT",
     "Safeguard",
     "Sigmoid",

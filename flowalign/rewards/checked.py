@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -47,10 +48,14 @@ class CheckedReward(RewardModel):
         self.answered = False
 
     def score(self, batch: MediaBatch) -> RewardOutput:
-        """Score without gradients; raises RewardError for what the model did wrong."""
+        """Score, with a gradient if the media require one.
+
+        Raises:
+            RewardError: The model did something wrong.
+        """
         spec = self.model.spec
         try:
-            with self.patience, torch.no_grad():
+            with self.patience, torch.set_grad_enabled(batch.media.requires_grad):
                 output = self.model.score(batch)
         except Exception as error:
             broken = RewardError(spec, f"raised {_described(error, self.model)}")
@@ -59,7 +64,10 @@ class CheckedReward(RewardModel):
             nothing = torch.full((len(batch), len(spec.dims)), torch.nan)
             return RewardOutput.build(spec, nothing, dict.fromkeys(range(len(batch)), str(broken)))
         self.answered = True
-        return checked(spec, output, len(batch))
+        found = checked(spec, output, len(batch))
+        if batch.media.requires_grad:
+            return found
+        return replace(found, values=found.values.detach())
 
 
 def load(model: RewardModel) -> None:
@@ -95,6 +103,7 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
     """Return the scores of `count` samples as a model must give them.
 
     A value that is not finite has failed, whatever the model said of it, and a failed one is NaN.
+    Values that have a gradient keep it.
 
     Raises:
         RewardError: There is no such score for each sample and dimension.
@@ -122,7 +131,7 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
 
 
 def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
-    values, claimed = output.values.detach().float().cpu(), output.valid.cpu()
+    values, claimed = output.values.float().cpu(), output.valid.cpu()
     valid = claimed & values.isfinite()
     reasons, spread = {i: str(why) for i, why in output.reasons.items()}, output.uncertainty
     for i in (claimed & ~valid).any(1).nonzero()[:, 0].tolist():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float
@@ -116,15 +116,39 @@ class Rewards:
         scoring.add(batch)
         return scoring.result()
 
+    def weighted(self) -> "Rewards":
+        """Return the models that have a weight, with their dimensions alone."""
+        chosen = [
+            model
+            for model in self.models
+            if any(self.weight_of.get(dim) for dim in model.spec.dims)
+        ]
+        dims = {dim for model in chosen for dim in model.spec.dims}
+        kept = {dim: weight for dim, weight in self.weight_of.items() if dim in dims}
+        return replace(self, models=chosen, weight_of=kept)
+
+    def score_with_gradient(self, batch: MediaBatch) -> RewardOutput:
+        """Return all dimensions, with a gradient to media that require one.
+
+        Raises:
+            ValueError: A model has no gradient.
+        """
+        self.costs.reward_calls += len(batch) * len(self.models)
+        return joined([self.worker(model).model.score(batch) for model in self.models])
+
     def submit(self, model: RewardModel, batch: MediaBatch) -> Future[RewardOutput]:
         """Call a model in its one thread: models run beside each other, calls in order."""
+        worker = self.worker(model)
+        return worker.thread.submit(worker.model.score, batch)
+
+    def worker(self, model: RewardModel) -> "Worker":
+        """Return the checked model and its thread, made at the first call."""
         if id(model) not in self.workers:
             checked = CheckedReward(model, self.on_failure, lambda text: self.log(text))
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
             thread = ThreadPoolExecutor(1, f"reward-{model.spec.name}", _on, (device,))
             self.workers[id(model)] = Worker(checked, thread)
-        worker = self.workers[id(model)]
-        return worker.thread.submit(worker.model.score, batch)
+        return self.workers[id(model)]
 
     def require(self, output: RewardOutput, name: Callable[[int], str], where: str = "") -> None:
         """Raise RewardFailure if a weighted dimension failed; `name` names a sample."""
@@ -200,16 +224,20 @@ class Scoring:
                     jobs.append(self.rewards.submit(model, whole))
         if not self.jobs:
             return RewardOutput(torch.zeros(self.size, 0), torch.zeros(self.size, 0).bool())
-        columns = [RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs]
-        reasons: dict[int, str] = {}
-        for part in columns:
-            for i, why in part.reasons.items():
-                reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
-        return RewardOutput(
-            torch.cat([c.values for c in columns], 1),
-            torch.cat([c.valid for c in columns], 1),
-            reasons,
-        )
+        return joined([RewardOutput.concat([job.result() for job in jobs]) for jobs in self.jobs])
+
+
+def joined(columns: Sequence[RewardOutput]) -> RewardOutput:
+    """Return the dimensions of several models of the same samples side by side."""
+    reasons: dict[int, str] = {}
+    for part in columns:
+        for i, why in part.reasons.items():
+            reasons[i] = f"{reasons[i]}; {why}" if i in reasons else why
+    return RewardOutput(
+        torch.cat([c.values for c in columns], 1),
+        torch.cat([c.valid for c in columns], 1),
+        reasons,
+    )
 
 
 def drop_failed(

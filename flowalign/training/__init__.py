@@ -11,6 +11,7 @@ from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching import Matching
 from flowalign.training.policy_gradient import PolicyGradient
 from flowalign.training.recipe import Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.reward_gradient import RewardGradient
 
 __all__ = [
     "EMA",
@@ -24,6 +25,7 @@ __all__ = [
     "PolicyGradient",
     "Recipe",
     "RecipePlan",
+    "RewardGradient",
     "RunContext",
     "TrainingFailure",
 ]

@@ -12,6 +12,7 @@ sigma) * data + sigma * noise, hence velocity v = dx / dsigma = noise - data. `k
 and `sigma` always a time.
 """
 
+from flowalign.types.connection import Connected, Connection, Replay
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
 from flowalign.types.matching import (
     ALONE,
@@ -23,7 +24,15 @@ from flowalign.types.matching import (
     Residuals,
 )
 from flowalign.types.media_batch import MediaBatch
-from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Takes, VelocityField
+from flowalign.types.policy import (
+    ModelPlan,
+    Personal,
+    Policy,
+    Renders,
+    Saving,
+    Takes,
+    VelocityField,
+)
 from flowalign.types.request import Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
@@ -67,6 +76,8 @@ __all__ = [
     "BestTransition",
     "Column",
     "Cond",
+    "Connected",
+    "Connection",
     "CreditEstimator",
     "Residuals",
     "Examples",
@@ -85,6 +96,8 @@ __all__ = [
     "Policy",
     "PolicyLoss",
     "Reference",
+    "Renders",
+    "Replay",
     "Request",
     "RewardModel",
     "RewardOutput",

@@ -173,3 +173,20 @@ class Personal(ABC):
     @abstractmethod
     def with_users(self, cond: Cond, users: Sequence[str]) -> Cond:
         """Return the conditioning of these users, one per row; "" is an unknown user."""
+
+
+class Renders(ABC):
+    """Marks a `Policy` that decodes with a gradient to the latents, for rewards that have one."""
+
+    @abstractmethod
+    def render(
+        self, x: Float[Tensor, "n *latent"], frames: Sequence[int] | None = None
+    ) -> Float[Tensor, "n F 3 H W"]:
+        """Decode like `decode`, with a gradient; of clips only the given frames, in that order.
+
+        The decoder recomputes its activations in the backward pass where it can.
+        """
+
+    @abstractmethod
+    def render_bytes(self) -> int:
+        """Return the peak bytes of `render` and its backward pass, per sample; needs no weights."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from flowalign.connections import VADER
 from flowalign.reports import run_report
 from flowalign.runs import start, train
 from flowalign.runs.config import load
@@ -15,6 +16,7 @@ from flowalign.training.policy_gradient import credit_record
 from flowalign.types import Examples, Residuals
 from tests.fixtures.doc_pages import DOCS, ROOT, blocks
 from tests.fixtures.fake_run import BLANK
+from tests.fixtures.replays import FieldReplay, bent
 
 SHOWN = {block.file: block.code for block in blocks(DOCS / "contributing.md") if block.file}
 
@@ -81,6 +83,19 @@ def test_the_loss_that_is_shown_wants_winners_matched_better(written):
     assert residuals.grad is not None
     assert (residuals.grad[:2] > 0).all()
     assert (residuals.grad[2:] < 0).all()
+
+
+def test_the_connection_that_is_shown_reaches_the_ends_and_no_other_step(written):
+    parameter = torch.eye(3).requires_grad_()
+    replay = FieldReplay(bent(parameter), torch.ones(2, 3), torch.tensor([1.0, 0.7, 0.5, 0.0]))
+
+    def gradient(connection):
+        (view,) = connection(replay, torch.Generator())
+        assert torch.equal(view.clean, replay.states[-1])
+        return torch.autograd.grad(view.clean.square().sum(), parameter)[0]
+
+    first, last = gradient(VADER(step=0)), gradient(VADER(step=2))
+    torch.testing.assert_close(gradient(written("my_connection").Ends()), first + last)
 
 
 def test_the_pipeline_that_is_shown_is_the_end_of_its_file():

@@ -12,7 +12,7 @@ from flowalign import __version__
 from flowalign.cli.main import VERBS, build_parser
 from flowalign.runs import Run
 from flowalign.sampling import Sampling
-from flowalign.training import Matching, PolicyGradient
+from flowalign.training import Matching, PolicyGradient, RewardGradient
 from flowalign.training.matching import ScoredGroups, StoredDataset
 from tests.fixtures.doc_pages import DOCS, PAGES, ROOT, name_of
 
@@ -24,6 +24,7 @@ TABLES = {
     "## `recipe: flowalign.training.PolicyGradient`": PolicyGradient,
     "`sampling`:": Sampling,
     "## `recipe: flowalign.training.Matching`": Matching,
+    "## `recipe: flowalign.training.RewardGradient`": RewardGradient,
     "`data: flowalign.training.matching.StoredDataset`:": StoredDataset,
     "`data: flowalign.training.matching.ScoredGroups` (samples with advantages):": ScoredGroups,
 }

@@ -7,18 +7,24 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from flowalign.connections import DRaFTLV, LeapAlign
 from flowalign.credit.critic import Critic
 from flowalign.credit.lambda_return import LambdaReturn
+from flowalign.data.requests import Requests
 from flowalign.distributed.processes import Processes
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip, RatioNorm
+from flowalign.rewards.composite import Rewards
 from flowalign.sampling.sde_windows import Random
 from flowalign.sampling.settings import Sampling
 from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.reward_gradient import FromRollouts, RewardGradient
+from flowalign.training.reward_gradient.loop import RewardGradientLoop
+from flowalign.types import plain_requests
 from tests.fixtures.embedded import move, new_sd3
-from tests.fixtures.pixel import PixelPolicy, Redness
-from tests.fixtures.training import flat, new_learner, new_recipe, new_rewards, train
+from tests.fixtures.pixel import PixelPolicy, Redness, SmoothRedness
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train
 
 pytestmark = pytest.mark.slow
 
@@ -86,17 +92,38 @@ def _sd3(processes, _):
     return flat(policy.denoiser), [], _comparable(metrics)
 
 
+def _rewarded(processes, connection):
+    """The gradient of a reward, with noise of each sample's own and a reference."""
+    learner = new_learner(PixelPolicy(), processes, ema=(0.9, 1))
+    cfg = RewardGradient(
+        prompts="",
+        connection=connection,
+        start=FromRollouts(num_steps=4, samples_per_prompt=2),
+        kl=0.3,
+        prompts_per_step=3,
+        micro_batch=5,
+        on_failed_reward="drop_sample",
+    )
+    rewards = Rewards([SmoothRedness(fail_on="ccc")], {"redness": 1.0}, "drop_sample")
+    requests = Requests(plain_requests(PROMPTS), 3)
+    loop = RewardGradientLoop(cfg, learner, rewards.weighted(), requests, 0)
+    metrics = list(loop.run(range(3)))
+    return flat(learner.policy.denoiser), learner.ema.average, _comparable(metrics)
+
+
 def _comparable(metrics):
     """All but durations, drifts of rounding size, and the spread within a micro-batch."""
     other = ("timing/", "check/", "throughput", "ratio_std")
     return [{k: v for k, v in m.items() if not k.startswith(other)} for m in metrics]
 
 
+CONNECTIONS = {"DRaFT-LV": DRaFTLV(), "LeapAlign": LeapAlign()}
 IMAGES = "a LoRA of an image model"
 RUNS = {
     **{name: (_pixel, recipe) for name, recipe in PIXEL_RECIPES.items()},
     "drop_sample": (_failing, "drop_sample"),
     "drop_group": (_failing, "drop_group"),
+    **{name: (_rewarded, connection) for name, connection in CONNECTIONS.items()},
     IMAGES: (_sd3, None),
 }
 
@@ -145,6 +172,11 @@ def test_two_processes_with_three_prompts_make_the_update_of_one(name, on_two):
 @pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group"])
 def test_two_processes_drop_the_failed_rewards_that_one_drops(on_failure, on_two):
     _assert_two_equal_one(on_two, on_failure)
+
+
+@pytest.mark.parametrize("name", CONNECTIONS)
+def test_two_processes_follow_the_reward_gradient_that_one_follows(name, on_two):
+    _assert_two_equal_one(on_two, name)
 
 
 def test_two_processes_train_a_lora_of_an_image_model_as_one_does(tmp_path):

@@ -1,0 +1,6 @@
+"""Train on the gradient of rewards: through pictures, to chosen steps of cached rollouts."""
+
+from flowalign.training.reward_gradient.recipe import RewardGradient
+from flowalign.training.reward_gradient.start import FromPhotos, FromRollouts, Start
+
+__all__ = ["FromPhotos", "FromRollouts", "RewardGradient", "Start"]

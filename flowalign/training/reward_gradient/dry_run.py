@@ -1,0 +1,107 @@
+"""Try a connection on zeros: what it evaluates and scores is known before anything is loaded."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.types import Connection, Replay
+
+_DRAWS = 64
+"""Random connections are tried so often."""
+
+
+class Counts(NamedTuple):
+    """Counts the evaluations of one view of one sample."""
+
+    replayed: int
+    """At states of the rollout."""
+    elsewhere: int
+    """At other states."""
+    inverted: bool
+    """Whether the view was reached by adding noise."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Holds what a connection costs for one sample."""
+
+    replayed: float
+    """Mean evaluations with gradient at states of the rollout."""
+    elsewhere: float
+    """Mean evaluations with gradient at other states."""
+    together: int
+    """Most evaluations whose activations are kept at once."""
+    views: int
+    """Number of times that a sample is decoded and scored."""
+    inverts: bool
+    """Whether some views were reached by adding noise."""
+
+
+def cost(connection: Connection, num_steps: int) -> Cost:
+    """Return what a connection costs on rollouts of this length; 0: there are none.
+
+    Raises:
+        ValueError: The connection asks for more than there is.
+    """
+    drawn = [_counts(connection, num_steps, seed) for seed in range(_DRAWS)]
+    views = [view for views in drawn for view in views]
+    return Cost(
+        replayed=sum(view.replayed for view in views) / _DRAWS,
+        elsewhere=sum(view.elsewhere for view in views) / _DRAWS,
+        together=max(view.replayed + view.elsewhere for view in views),
+        views=max(len(counts) for counts in drawn),
+        inverts=any(view.inverted for view in views),
+    )
+
+
+def _counts(connection: Connection, num_steps: int, seed: int) -> list[Counts]:
+    """Return the evaluations of each view."""
+    replay, found = _Zeros(type(connection).__name__, num_steps), []
+    for view in connection(replay, torch.Generator().manual_seed(seed)):
+        found.append(Counts(replay.replayed, replay.elsewhere, view.inverted))
+        replay.replayed = replay.elsewhere = 0
+    return found
+
+
+class _Zeros(Replay):
+    """Replays a rollout of one number, which is 0, and counts."""
+
+    def __init__(self, name: str, num_steps: int):
+        self.name, self.rolled = name, num_steps > 0
+        self.sigmas = torch.linspace(1, 0, max(num_steps, 1) + 1)
+        self.replayed = self.elsewhere = 0
+
+    @override
+    def state(self, k: int) -> Tensor:
+        if k != self.num_steps and not self.rolled:
+            raise ValueError(
+                f"recipe.connection {self.name} replays steps of a rollout, and recipe.start has "
+                "none: use FromRollouts, or the connection DirectAlign"
+            )
+        return torch.zeros(1, 1)
+
+    @override
+    def velocity(self, k: int, x: Tensor | None = None) -> Tensor:
+        self.state(k)
+        self.replayed += 1
+        return torch.zeros(1, 1)
+
+    @override
+    def velocity_at(self, x: Tensor, sigma: Tensor) -> Tensor:
+        self.elsewhere += 1
+        return torch.zeros(1, 1)
+
+    @override
+    def initial_noise(self) -> Tensor:
+        return torch.zeros(1, 1)
+
+    @override
+    def noise(self, i: int) -> Tensor:
+        return torch.zeros(1, 1)
+
+    @override
+    def schedule(self, num_steps: int) -> Tensor:
+        return torch.linspace(1, 0, num_steps + 1)

@@ -1,0 +1,80 @@
+"""Compute the gradient of the loss of rewards with respect to the latents that they score."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from flowalign.losses.reward_gradient import RewardLoss
+from flowalign.rewards.composite import Rewards
+from flowalign.types import MediaBatch, Policy, Renders, Request, RewardOutput
+
+Scorer = Callable[[MediaBatch], RewardOutput]
+"""Returns all dimensions of the weighted rewards, with the gradient of the media."""
+
+
+@dataclass(frozen=True)
+class LatentGradient:
+    """Holds what rewards say about some latents."""
+
+    gradient: Float[Tensor, "n *latent"]
+    """Gradient of each sample's loss; 0 where a reward failed."""
+    loss: Float[Tensor, "n"]
+    """Loss of each sample; 0 where a reward failed."""
+    total: Float[Tensor, "n"]
+    """Weighted reward of each sample; NaN where one failed."""
+    output: RewardOutput
+    """Scores, without a gradient."""
+
+
+def latent_gradient(
+    policy: Policy,
+    rewards: Rewards,
+    score: Scorer,
+    loss: RewardLoss,
+    clean: Float[Tensor, "n *latent"],
+    requests: Sequence[Request],
+    frames: Sequence[int] | None = None,
+) -> LatentGradient:
+    """Decode latents, score them and differentiate; the graph of decoder and rewards is freed.
+
+    A sample whose reward or gradient is not finite has failed, and leaves the others untouched.
+    """
+    assert isinstance(policy, Renders), "a recipe refuses policies that cannot render"
+    leaf = clean.detach().requires_grad_()
+    with torch.enable_grad():
+        media = policy.render(leaf, frames)
+        rewards.costs.decodes += len(media)
+        fps = policy.fps if media.shape[1] > 1 else None
+        output = score(rewards.batch(media, requests, fps=fps))
+        total = (output.values.nan_to_num() * rewards.weights).sum(1)
+        usable = rewards.usable(output.valid)
+        each = loss(total) * usable
+        gradient = torch.zeros_like(leaf)
+        if each.requires_grad:
+            gradient = torch.autograd.grad(each.sum(), leaf)[0]
+    finite = gradient.flatten(1).isfinite().all(1)
+    usable = usable & finite.cpu()
+    output = _with_failures(output, finite.cpu())
+    kept = usable.to(leaf.device).reshape(-1, *[1] * (leaf.ndim - 1))
+    return LatentGradient(
+        gradient=torch.where(kept, gradient, 0.0),
+        loss=torch.where(usable, each.detach(), 0.0),
+        total=torch.where(usable, total.detach(), torch.nan),
+        output=output,
+    )
+
+
+def _with_failures(output: RewardOutput, finite: Bool[Tensor, "n"]) -> RewardOutput:
+    """Return the scores without graph; samples whose gradient is not finite have failed."""
+    values, bad = output.values.detach(), (~finite).nonzero().flatten().tolist()
+    reasons = dict.fromkeys(bad, "the gradient of its rewards is not finite") | dict(output.reasons)
+    failed = ~finite[:, None]
+    return replace(
+        output,
+        values=values.masked_fill(failed, torch.nan),
+        valid=output.valid & ~failed,
+        reasons=reasons,
+    )

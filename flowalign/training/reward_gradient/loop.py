@@ -1,0 +1,174 @@
+"""Run the reward-gradient loop.
+
+    requests -> samples -> connection -> decode -> rewards -> gradient of latents -> update
+
+A *step* of the loop draws `prompts_per_step` x `samples_per_prompt` samples without gradient and
+makes one *update*. A connection yields one or several *views* of each sample, which are decoded and
+scored; the gradient at their latents is then passed on to the steps that the connection replays.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.data.requests import Requests
+from flowalign.functional.connection import reward_gradient_loss
+from flowalign.functional.matching import sample_error
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.replay import CachedReplay
+from flowalign.training.checks import WeightChecks
+from flowalign.training.learner import Learner
+from flowalign.training.recipe import Log, Loop
+from flowalign.training.reference import unguided
+from flowalign.training.reward_gradient.frames import chosen_frames
+from flowalign.training.reward_gradient.latent_gradient import LatentGradient, latent_gradient
+from flowalign.training.reward_gradient.settings import Settings
+from flowalign.types import Connected, MediaBatch, RewardOutput, Trajectory
+from flowalign.utils.seeds import generator
+
+
+class RewardGradientLoop(Loop):
+    """Samples, scores with a gradient, and updates the policy by it."""
+
+    def __init__(
+        self,
+        cfg: Settings,
+        learner: Learner,
+        rewards: Rewards,
+        requests: Requests,
+        seed: int,
+        log: Log = lambda _: None,
+    ):
+        self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
+        self.requests, self.log, self.views = requests, log, cfg.cost.views
+        self.conditional = unguided(learner.policy) if cfg.detach_unconditional else None
+
+    @override
+    def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
+        checks = WeightChecks(self.learner, self.cfg.on_failed_check, self.log)
+        for step in steps:
+            start = time.perf_counter()
+            trajectory, first = self.sampled(step)
+            sampled = time.perf_counter()
+            scores = self.accumulated(step, trajectory, first)
+            metrics = self.metrics(scores)
+            metrics |= self.updated(metrics["reward_invalid"])
+            checks.after_update()
+            done = time.perf_counter()
+            metrics |= {
+                "timing/sample": sampled - start,
+                "timing/update": done - sampled,
+                "timing/step": done - start,
+                "throughput": self.cfg.examples_per_step / (done - start),
+            }
+            yield metrics | checks.metrics()
+
+    def sampled(self, step: int) -> tuple[Trajectory, int]:
+        """Return this rank's samples of a step, and the index of its first one among all."""
+        cfg, processes = self.cfg, self.learner.processes
+        requests = self.requests.batch(step, cfg.prompts_per_step)
+        local = processes.share(range(len(requests)))
+        with torch.no_grad():
+            trajectory = cfg.start.trajectory(
+                self.learner.policy,
+                [requests[i] for i in local],
+                [generator(self.seed, "noise", step, i) for i in local],
+            )
+        return trajectory, local[0] * cfg.start.samples_per_prompt
+
+    def accumulated(self, step: int, trajectory: Trajectory, first: int) -> Float[Tensor, "n _"]:
+        """Accumulate the gradient of all samples; return what is logged of each of their views.
+
+        Columns: weighted reward, loss, root mean square of the gradient, with `kl` the divergence,
+        then the scores of all dimensions.
+        """
+        rows = []
+        for samples in torch.arange(len(trajectory.requests)).split(self.cfg.micro_batch):
+            replay = self._replay(step, trajectory, samples, first)
+            drawn = generator(self.seed, "connection", step)
+            for view in self.cfg.connection(replay, drawn):
+                rows.append(self._backward(step, replay, view))
+                replay.evaluated.clear()
+        return torch.cat(rows)
+
+    def updated(self, invalid: float) -> dict[str, float]:
+        """Make the update, unless no sample of any process has a gradient."""
+        if invalid < 1:
+            return self.learner.step()
+        self.learner.optimizer.zero_grad(set_to_none=True)
+        return {}
+
+    def metrics(self, rows: Float[Tensor, "n _"]) -> dict[str, float]:
+        """Return means over the usable views of all processes; call it on all of them."""
+        rows = self.learner.processes.gather(rows)
+        usable = rows[rows[:, 0].isfinite()]
+        names = ["reward_mean", "policy_loss", "latent_gradient", *(["kl"] if self.cfg.kl else [])]
+        names += [f"reward/{dim}" for dim in self.rewards.dims]
+        means = dict(zip(names, usable.mean(0).tolist(), strict=True))
+        return means | {
+            "reward_std": float(usable[:, 0].std(correction=0)) if len(usable) else float("nan"),
+            "reward_invalid": 1 - len(usable) / len(rows),
+        }
+
+    @override
+    def evaluate(self) -> dict[str, float]:
+        return {}
+
+    @override
+    def draw(self) -> float:
+        return 0.0
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    @override
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Keep nothing: every draw follows from the seed and the step."""
+
+    def _replay(
+        self, step: int, trajectory: Trajectory, samples: Tensor, first: int
+    ) -> CachedReplay:
+        keys = [(self.seed, step, first + int(i)) for i in samples]
+        return CachedReplay(self.learner.policy, trajectory, samples, keys, self.conditional)
+
+    def _backward(self, step: int, replay: CachedReplay, view: Connected) -> Float[Tensor, "n _"]:
+        """Pass the gradient of a view on to the policy, and return the view's rows of the log."""
+        cfg = self.cfg
+        found = self._latent_gradient(step, replay, view)
+        weight = view.clean.new_ones(len(view.clean)) if view.weight is None else view.weight
+        loss = reward_gradient_loss(view.clean, found.gradient, weight)
+        size = sample_error(found.gradient).sqrt().cpu()
+        logged = [found.total, weight.cpu() * found.loss, size]
+        if cfg.kl:
+            away = self._divergence(replay)
+            loss = loss + cfg.kl * away.sum()
+            logged.append(away.detach().cpu())
+        self.learner.backward(loss / (cfg.examples_per_step * self.views))
+        return torch.cat([torch.stack(logged, 1), found.output.values], 1)
+
+    def _latent_gradient(self, step: int, replay: CachedReplay, view: Connected) -> LatentGradient:
+        cfg, rewards, policy = self.cfg, self.rewards, self.learner.policy
+
+        def score(batch: MediaBatch) -> RewardOutput:
+            if cfg.relative is None:
+                return rewards.score_with_gradient(batch)
+            return cfg.relative.score(rewards, batch, step, view.inverted, view.place)
+
+        requests = [replay.trajectory.requests[int(i)] for i in replay.samples]
+        frames = chosen_frames(cfg.frames, policy.num_frames, generator(self.seed, "frames", step))
+        found = latent_gradient(policy, rewards, score, cfg.loss, view.clean, requests, frames)
+        if cfg.on_failed_reward == "raise":
+            rewards.require(found.output, lambda i: f"prompt {requests[i].prompt!r}")
+        return found
+
+    def _divergence(self, replay: CachedReplay) -> Float[Tensor, "n"]:
+        """Return the mean squared difference from the reference over a view's evaluations."""
+        reference = self.learner.reference
+        away = [e.v - reference.velocity(e.x, e.sigma, replay.cond) for e in replay.evaluated]
+        return torch.stack([sample_error(difference) for difference in away]).mean(0)

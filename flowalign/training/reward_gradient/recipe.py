@@ -1,0 +1,138 @@
+"""Train by the gradient of rewards through decoded samples: ReFL, DRaFT, FlowBP, SRPO."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from pathlib import Path
+
+from typing_extensions import override
+
+from flowalign.data.requests import Requests, read_requests
+from flowalign.rewards.composite import Rewards
+from flowalign.training.learner import Learner
+from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.reward_gradient.frames import check_frames
+from flowalign.training.reward_gradient.loop import RewardGradientLoop
+from flowalign.training.reward_gradient.settings import Settings
+from flowalign.types import ModelPlan, Policy, Renders
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardGradient(Settings, Recipe):
+    """Configures training through differentiable rewards: sample, decode, score, differentiate."""
+
+    prompts: str
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
+    `image` where the start or the policy takes one."""
+
+    @property
+    @override
+    def prompt_files(self) -> Sequence[str]:
+        return [self.prompts]
+
+    @property
+    @override
+    def updates(self) -> int:
+        return 1
+
+    @property
+    @override
+    def sampler(self) -> tuple[int, int] | None:
+        return (self.start.num_steps, self.micro_batch) if self.start.num_steps else None
+
+    @override
+    def check(self, run: RunContext) -> None:
+        run.rewards.check_weights()
+        check_gradients(run.rewards)
+        _check_policy(run.policy, self.detach_unconditional)
+        check_frames(self.frames, run.policy, run.rewards)
+        if self.relative:
+            self.relative.check(run.rewards)
+        self.start.check(run.policy, read_requests(self.prompts))
+
+    @override
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
+        if self.prompts_per_step < world:
+            raise ValueError(
+                f"recipe.prompts_per_step is {self.prompts_per_step}, fewer than the {world} "
+                "processes"
+            )
+        assert isinstance(run.policy, Renders)
+        local = ceil(self.prompts_per_step / world) * self.start.samples_per_prompt
+        states = 4 * local * (self.start.num_steps + 1) * prod(model.latent_shape)
+        rendering = run.policy.render_bytes()
+        per_velocity = run.policy.evaluations_per_velocity
+        fewer = {"recipe.micro_batch: 1": (self.micro_batch - 1) * rendering}
+        return RecipePlan(
+            rows=self._rows(run, per_velocity),
+            parts=[
+                MemoryPart("states", states),
+                MemoryPart("rendering", self.micro_batch * rendering, "updating", fewer),
+            ],
+            evaluations_per_example=self.cost.together
+            * (1 if self.detach_unconditional else per_velocity),
+        )
+
+    @override
+    def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        requests = Requests(read_requests(self.prompts), run.seed)
+        return RewardGradientLoop(self, learner, run.rewards.weighted(), requests, run.seed, log)
+
+    def _rows(self, run: RunContext, per_velocity: int) -> dict[str, str]:
+        samples, cost = self.examples_per_step, self.cost
+        scored = samples * cost.views
+        with_gradient = samples * (cost.replayed + cost.elsewhere)
+        sampling = samples * self.start.num_steps * per_velocity
+        if self.detach_unconditional:
+            sampling += samples * cost.elsewhere * per_velocity
+        counts = {
+            "sampling": sampling,
+            "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
+            "reference": with_gradient * per_velocity if self.kl else 0,
+        }
+        calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)
+        return {
+            "samples per step": f"{samples} = {self.prompts_per_step} prompts x "
+            f"{self.start.samples_per_prompt}",
+            "connection": f"{type(self.connection).__name__}, {cost.replayed + cost.elsewhere:g} "
+            f"evaluations with gradient per sample, at most {cost.together} kept at once",
+            "network evaluations per step": " + ".join(
+                f"{count:g} {name}" for name, count in counts.items() if count
+            ),
+            "decodes per step": f"{scored}, with gradient",
+            "reward calls per step": f"{calls}",
+            "samples in the whole run": f"{samples * run.num_steps}",
+        }
+
+
+def check_gradients(rewards: Rewards) -> None:
+    """Raise ValueError if a weighted reward has no gradient."""
+    weighted = rewards.weighted().models
+    flat = [model.spec for model in weighted if not model.spec.differentiable]
+    if not flat:
+        return
+    other = [dim for m in rewards.models if m.spec.differentiable for dim in m.spec.dims]
+    advice = (
+        f"weigh {', '.join(other)} instead"
+        if other
+        else "use one that has, such as PickScore, HPSv2, ImageReward or TrainedReward of "
+        "reward_models"
+    )
+    raise ValueError(
+        f"reward {flat[0].name!r} ({', '.join(flat[0].dims)}) has a weight but no gradient, which "
+        f"RewardGradient follows: {advice}.\nA reward without weight is only watched."
+    )
+
+
+def _check_policy(policy: Policy, detach_unconditional: bool) -> None:
+    name = type(policy).__name__
+    if not isinstance(policy, Renders):
+        raise ValueError(
+            f"policy {name} cannot decode with a gradient, which RewardGradient needs: take one of "
+            "pipelines, or implement flowalign.types.Renders"
+        )
+    if detach_unconditional and policy.evaluations_per_velocity == 1:
+        raise ValueError(
+            f"recipe.detach_unconditional is true, but {name} samples without classifier-free "
+            "guidance (policy.guidance is at most 1): set it to false"
+        )

@@ -1,0 +1,118 @@
+"""Provide the clean latents that rewards score: of rollouts, or of photos."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from flowalign.functional.transition import FlowSDE
+from flowalign.sampling.kept import Kept
+from flowalign.sampling.rollout import sample
+from flowalign.sampling.settings import Sampling
+from flowalign.types import Policy, Request, SharedRows, Trajectory
+from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
+
+
+class Start(ABC):
+    """Makes the samples that a connection starts from."""
+
+    num_steps: int
+    """Denoising steps that a connection can replay; 0 without a rollout."""
+    samples_per_prompt: int
+    """Samples of each prompt."""
+
+    @abstractmethod
+    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+        """Raise ValueError for requests or a policy that this cannot start from."""
+
+    @abstractmethod
+    def trajectory(
+        self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
+    ) -> Trajectory:
+        """Return the samples of these requests, with all states that there are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromRollouts(Start):
+    """Samples prompts by the deterministic sampler, without gradient, and keeps every state."""
+
+    num_steps: DenoisingSteps = 25
+    """T, denoising steps of a rollout. Default: 25, as in FlowBP and SRPO."""
+    samples_per_prompt: GroupSize = 1
+    """Samples of each prompt."""
+    micro_batch: PositiveInt = 64
+    """Samples per network call of the rollout."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        require_ranges(self, "recipe.start")
+
+    @override
+    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+        pass
+
+    @override
+    def trajectory(
+        self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
+    ) -> Trajectory:
+        cfg = Sampling(
+            num_steps=self.num_steps,
+            samples_per_prompt=self.samples_per_prompt,
+            micro_batch=self.micro_batch,
+        )
+        return sample(policy, requests, cfg, (), generators, keep=Kept(states=None))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPhotos(Start):
+    """Encodes the picture that each request names; nothing is sampled.
+
+    `recipe.prompts` is JSONL whose rows have a `prompt` and an `image`. Only connections that noise
+    the sample themselves can start here: DirectAlign.
+
+    Source: SRPO, arXiv:2509.06942, which trains on fewer than 1,500 photos instead of rollouts.
+    """
+
+    num_steps = 0
+    samples_per_prompt: GroupSize = 1
+    """Copies of each photo, with noise of their own."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range."""
+        require_ranges(self, "recipe.start")
+
+    @override
+    def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+        if policy.takes.references[1]:
+            raise ValueError(
+                f"recipe.start FromPhotos takes the image of a request as its sample, but "
+                f"{type(policy).__name__} is given it as a {policy.takes.kind}: use FromRollouts"
+            )
+        for request in requests:
+            if len(request.references) != 1:
+                raise ValueError(
+                    f"recipe.start FromPhotos needs one image for each prompt; "
+                    f"{request.prompt!r} has {len(request.references)}: add it to the rows of "
+                    "recipe.prompts, or use FromRollouts"
+                )
+
+    @override
+    def trajectory(
+        self, policy: Policy, requests: Sequence[Request], generators: Sequence[torch.Generator]
+    ) -> Trajectory:
+        clean = torch.cat([policy.embed(r.references[0].read()[None, :1]) for r in requests])
+        clean = clean.float().repeat_interleave(self.samples_per_prompt, 0)
+        count, sigmas = len(clean), clean.new_tensor([1.0, 0.0])
+        return Trajectory(
+            logp=clean.new_zeros(count, 1),
+            states={1: clean},
+            sigmas=sigmas,
+            eta=clean.new_zeros(count, 1),
+            kernel=FlowSDE(),
+            cond=policy.encode(requests),
+            requests=[request for request in requests for _ in range(self.samples_per_prompt)],
+            group_size=self.samples_per_prompt,
+            rows=SharedRows(torch.arange(count)[:, None].expand(-1, 2).contiguous()),
+        )
