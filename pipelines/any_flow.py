@@ -1,27 +1,23 @@
 """Wraps any flow-matching pipeline of diffusers as a policy, by its own unmodified `__call__`."""
 
-import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.types import Cond, ModelPlan, PositiveFloat, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.encoding import clips_of, digest
-from pipelines.folder import config_of, setting_of
-from pipelines.intact import check_folder, parts_of
+from pipelines.estimates import kept_per_token
+from pipelines.folder import config_of
+from pipelines.intact import check_folder
 from pipelines.latent_map import LatentMap
-from pipelines.recorded import STATE, Calls, Layout
+from pipelines.recorded import STATE, Calls, Layout, equal_calls
 from pipelines.replay import (
-    WAY_OUT,
     Recording,
     Step,
     accepted,
@@ -39,6 +35,7 @@ from pipelines.replay import (
     stopping,
 )
 from pipelines.weights import Lora, prepare_training
+from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
 
 LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
 """Default adapter: attention layers by the names that most transformers of diffusers have.
@@ -47,13 +44,6 @@ Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
 """
 _SHORT, _LONG = "a", "a red ball beside two cats"
 """Prompts of different lengths, by which the layout of conditions is found."""
-_OURS = {
-    *("self", "prompt", "height", "width", "latents", "generator", "num_inference_steps"),
-    *("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict"),
-}
-"""Arguments of `__call__` that the policy gives."""
-_TOLERANCE = 1e-3
-"""Largest relative difference of a replayed velocity; kernels on a GPU may sum in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,41 +91,9 @@ class AnyFlow(DiffusersPolicy):
         self.rehearsal: Any = None
 
     def identify(self) -> None:
-        """Find the classes of pipeline and network, by configuration files.
-
-        Raises:
-            ValueError: This policy cannot wrap the pipeline; the message names the way out.
-        """
-        kind = setting_of(DiffusionPipeline, self.path, "_class_name")
-        if kind not in dir(diffusers):
-            raise ValueError(f"{self.path}: diffusers {diffusers.__version__} has no class {kind}")
-        self.pipeline_class = getattr(diffusers, kind)
-        parts = parts_of(self.pipeline_class, self.path)
-        if reason := self._misfit(parts):
-            raise ValueError(f"{self.path} ({kind}) cannot be replayed: {reason}; {WAY_OUT}")
-        self.transformer_class = getattr(diffusers, parts[self.part][1])
-        known = inspect.signature(self.pipeline_class.__call__).parameters.keys() - _OURS
-        if unknown := sorted(self.call.arguments.keys() - known):
-            raise ValueError(
-                f"call.arguments has {unknown[0]}; {kind} may be given {', '.join(sorted(known))}"
-            )
-
-    def _misfit(self, parts: Mapping[str, tuple[str, str]]) -> str:
-        """Return why these are not the parts of a pipeline that this policy wraps, or ""."""
-        if self.part not in parts:
-            return f"it has no {self.part}"
-        if more := [name for name in parts if name.startswith(f"{self.part}_")]:
-            return f"it has a second network, {more[0]}"
-        if "audio_vae" in parts:
-            return "it makes two states, video and audio"
-        scheduler = config_of(self.pipeline_class, self.path, "scheduler")
-        flows = scheduler.get("prediction_type") == "flow_prediction"
-        if not (flows or scheduler["_class_name"].startswith("FlowMatch")):
-            return f"its scheduler, {scheduler['_class_name']}, is none of flow matching"
-        parameters = list(inspect.signature(self.pipeline_class.__call__).parameters.values())[1:]
-        if needed := [p.name for p in parameters if p.default is p.empty and p.name != "prompt"]:
-            return f"it needs {needed[0]} beside a prompt"
-        return ""
+        """Find the classes of pipeline and network, by configuration files."""
+        self.pipeline_class, self.transformer_class = wrapped_classes(self.path, self.part)
+        check_arguments(self.pipeline_class, self.call.arguments)
 
     def plan(self) -> ModelPlan:
         self.identify()
@@ -153,12 +111,17 @@ class AnyFlow(DiffusersPolicy):
             parameters=total,
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=width,
-            activation_bytes=width * tokens * _kept(denoiser, self.gradient_checkpointing),
+            activation_bytes=width * tokens * kept_per_token(denoiser, self.gradient_checkpointing),
             sigmas=partial(self.sigmas, None),
             decodes_together=False,
         )
 
     def load(self, device: torch.device) -> None:
+        self.read(device)
+        check_replay(self, _LONG)
+
+    def read(self, device: torch.device) -> None:
+        """Read the weights and find the layout of conditions, and check no step."""
         self.identify()
         super().load(device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -168,7 +131,6 @@ class AnyFlow(DiffusersPolicy):
         self.blank = self.layout.kept(probes[:1])
         self.state_dtype = first_of(dict(probes[0])[STATE]).dtype
         self.whole_times = has_whole_times(self.pipe.scheduler)
-        _check(self)
 
     def shape_of_latents(self, transformer: Any, vae: Any) -> tuple[int, ...]:  # noqa: ARG002
         return self._rehearsed(2)[0]
@@ -192,7 +154,7 @@ class AnyFlow(DiffusersPolicy):
         return self.layout.kept([self.recorded(some) for some in apart])
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        groups = _groups(len(x), sigma, self.layout.lengths(cond))
+        groups = equal_calls(len(x), sigma, self.layout.lengths(cond))
         found = [
             self._velocity(x[rows], time, {name: value[rows] for name, value in cond.items()})
             for rows, time in groups
@@ -206,8 +168,9 @@ class AnyFlow(DiffusersPolicy):
         time = sigma.reshape(1).float() * scheduler.config.num_train_timesteps
         time = time.long() if self.whole_times else time
         calls = self.layout.returned(cond, x.to(self.state_dtype))
+        others = {"scheduler": at_times(scheduler, time), **replaying(calls)}
         with stopped() as stop, self.autocast():
-            self.run(len(x), scheduler=at_times(scheduler, time), **replaying(calls))
+            self.run(len(x), others)
         return stop.found.float()
 
     @torch.no_grad()
@@ -218,10 +181,9 @@ class AnyFlow(DiffusersPolicy):
     def finish(self, x: Tensor) -> Tensor:
         """Run what the pipeline does after its last step."""
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
-        scheduler = at_times(self.pipe.scheduler, x.new_zeros(0))
-        return self.run(
-            len(x), "pt", scheduler=scheduler, **replaying(self.layout.returned(rows, x))
-        )
+        others = replaying(self.layout.returned(rows, x))
+        others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
+        return self.run(len(x), others, "pt")
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
@@ -232,10 +194,14 @@ class AnyFlow(DiffusersPolicy):
     def encoders(self) -> tuple[str, str]:
         settings = self.height, self.width, sorted(self.call.arguments.items())
         parts, text = sorted(self.pipe.components.items()), ""
-        words = [sorted(p.get_vocab().items()) for name, p in parts if name.startswith("tokenizer")]
+        tokenizers = [
+            vars(p).get("tokenizer", p) for n, p in parts if p and n.startswith("tokenizer")
+        ]
+        words = [sorted(one.get_vocab().items()) for one in tokenizers]
         for name, part in parts:
             if isinstance(part, nn.Module) and "encoder" in name:
-                text = digest(part, part.config.to_dict(), text, words, *settings)
+                config: Any = part.config
+                text = digest(part, config.to_dict(), text, words, *settings)
         return digest(self.pipe.vae, self.pipe.vae.config, *settings), text
 
     def recorded(self, prompts: Sequence[str]) -> Calls:
@@ -244,21 +210,21 @@ class AnyFlow(DiffusersPolicy):
         Initial noise is recorded as well, and not used.
         """
         recording = Recording(self.pipe)
-        scheduler = recorder(self.pipe.scheduler)
+        others = {"scheduler": recorder(self.pipe.scheduler), **recording.methods()}
         with named_failures(self.path, self.pipeline_class), stopping(self.denoiser):
-            self.run(prompts, scheduler=scheduler, **recording.methods())
+            self.run(prompts, others)
         return recording.calls
 
     def run(
         self,
         prompts: Sequence[str] | int,
+        others: Mapping[str, Any],
         output_type: str = "latent",
         num_steps: int = 2,
-        **others: Any,
     ) -> Any:
         """Call the pipeline on prompts, or on so many, with other methods and components."""
         texts = [""] * prompts if isinstance(prompts, int) else list(prompts)
-        with exchanged(self.pipe, **others | {self.part: self.denoiser}):
+        with exchanged(self.pipe, {**others, self.part: self.denoiser}):
             return call(self.pipe, **self._arguments(texts, output_type, num_steps))[0]
 
     @torch.no_grad()
@@ -266,8 +232,18 @@ class AnyFlow(DiffusersPolicy):
         """Return the steps that the pipeline makes by itself, and how many rows it evaluates."""
         scheduler = recorder(self.pipe.scheduler)
         with counting(self.denoiser) as rows, self.autocast():
-            self.run(prompts, num_steps=num_steps, scheduler=scheduler)
+            self.run(prompts, {"scheduler": scheduler}, num_steps=num_steps)
         return scheduler.steps, sum(rows)
+
+    @torch.no_grad()
+    def difference(self, steps: Sequence[Step], prompt: str) -> float:
+        """Return how far replayed velocities are from a rollout's, relative to the largest."""
+        cond = self.encode([Request(prompt)])
+        found = [self.velocity(step.x.float(), step.sigma, cond) - step.v.float() for step in steps]
+        each = [
+            off.abs().max() / step.v.abs().max() for off, step in zip(found, steps, strict=True)
+        ]
+        return float(max(each))
 
     def autocast(self) -> Any:
         """Compute in the run's precision inside this context."""
@@ -299,67 +275,8 @@ class AnyFlow(DiffusersPolicy):
         with (
             named_failures(self.path, self.pipeline_class),
             stopping(network),
-            exchanged(pipe, scheduler=scheduler, **recording.methods()),
+            exchanged(pipe, {"scheduler": scheduler, **recording.methods()}),
         ):
             call(pipe, **self._arguments([""], "latent", num_steps))
         state = first_of(dict(recording.calls)[STATE])
         return tuple(state.shape[1:]), scheduler.sigmas.clone()
-
-
-def largest_difference(policy: AnyFlow, steps: Sequence[Step], prompt: str) -> float:
-    """Return how far replayed velocities are from those of a rollout, relative to the largest."""
-    cond = policy.encode([Request(prompt)])
-    with torch.no_grad():
-        found = [policy.velocity(step.x.float(), step.sigma, cond) for step in steps]
-    wanted = [step.v.float() for step in steps]
-    differences = [(v - w).abs().max() / w.abs().max() for v, w in zip(found, wanted, strict=True)]
-    return float(max(differences))
-
-
-def _check(policy: AnyFlow) -> None:
-    """Make two steps as the pipeline does, and compare what is replayed.
-
-    Raises:
-        ValueError: The velocities differ, or the pipeline makes another number of evaluations.
-    """
-    with named_failures(policy.path, policy.pipeline_class):
-        steps, rows = policy.rollout([_LONG], 2)
-        difference = largest_difference(policy, steps, _LONG)
-        if not difference <= _TOLERANCE:
-            raise NotImplementedError(f"a velocity that was replayed is off by {difference:.1e}")
-    evaluations = rows / len(steps)
-    if evaluations != policy.evaluations_per_velocity:
-        raise ValueError(
-            f"call.evaluations is {policy.evaluations_per_velocity}, but "
-            f"{policy.pipeline_class.__name__} makes {evaluations:g} for a step with these arguments"
-        )
-
-
-def _groups(
-    num_rows: int, sigma: Tensor, lengths: Tensor | None
-) -> list[tuple[Tensor | slice, Tensor]]:
-    """Return the rows of calls of one time and of texts of equal lengths, and the times."""
-    if sigma.numel() == 1 and lengths is None:
-        return [(slice(None), sigma)]
-    times = sigma.expand(num_rows)
-    columns = [times[:, None].double()]
-    columns += [] if lengths is None else [lengths.double()]
-    _, group = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)
-    rows = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
-    return [(some, times[some[0]]) for some in rows]
-
-
-def _kept(denoiser: nn.Module, recomputed: bool) -> int:
-    """Estimate how many values per token the backward pass keeps.
-
-    Twice what the linear layers of blocks read and write; with recomputation one block's, and what
-    each block reads.
-    """
-    blocks: dict[str, list[nn.Linear]] = {}
-    for name, layer in denoiser.named_modules():
-        found = re.match(r"\w+\.\d+\.(?!.*norm)", name)  # modulations are per sample
-        if found and isinstance(layer, nn.Linear):
-            blocks.setdefault(".".join(name.split(".")[:2]), []).append(layer)
-    kept = [2 * sum(one.in_features + one.out_features for one in some) for some in blocks.values()]
-    width = sum(some[0].in_features for some in blocks.values())
-    return max(kept, default=0) + width if recomputed else sum(kept)

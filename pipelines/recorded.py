@@ -141,3 +141,15 @@ def _ragged(short: Tensor, long: Tensor) -> int | None:
     if len(differ) > 1:
         raise ValueError(f"{len(differ)} axes of a text have lengths of their own")
     return differ[0] if differ else None
+
+
+def equal_calls(num_rows: int, sigma: Tensor, lengths: Tensor | None) -> list[tuple[Any, Tensor]]:
+    """Return the rows of calls of one time and of texts of equal lengths, and the times."""
+    if sigma.numel() == 1 and lengths is None:
+        return [(slice(None), sigma)]
+    times = sigma.expand(num_rows)
+    columns = [times[:, None].double()]
+    columns += [] if lengths is None else [lengths.double()]
+    _, group = torch.unique(torch.cat(columns, 1), dim=0, return_inverse=True)
+    rows = [(group == k).nonzero().flatten() for k in range(int(group.max()) + 1)]
+    return [(some, times[some[0]]) for some in rows]

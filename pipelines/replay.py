@@ -119,7 +119,7 @@ def at_times(scheduler: Any, times: Tensor) -> Any:
 
 
 @contextmanager
-def exchanged(pipe: Any, **others: Any) -> Iterator[None]:
+def exchanged(pipe: Any, others: Mapping[str, Any]) -> Iterator[None]:
     """Give a pipeline other methods and components inside this context."""
     kept = dict(vars(pipe))
     vars(pipe).update(others)
@@ -161,7 +161,12 @@ def replaying(calls: Sequence[tuple[str, Any]]) -> dict[str, Callable[..., Any]]
     results: dict[str, list[Any]] = {}
     for name, result in calls:
         results.setdefault(name, []).append(result)
-    return {name: lambda *_, left=iter(found), **__: next(left) for name, found in results.items()}
+    return {name: _in_turn(found) for name, found in results.items()}
+
+
+def _in_turn(results: Sequence[Any]) -> Callable[..., Any]:
+    left = iter(results)
+    return lambda *_, **__: next(left)
 
 
 @contextmanager
@@ -180,7 +185,8 @@ def counting(network: nn.Module) -> Iterator[list[int]]:
     rows: list[int] = []
 
     def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        rows.append(len(given[0] if given else named.get("hidden_states", named.get("x"))))
+        state: Any = given[0] if given else named.get("hidden_states", named.get("x"))
+        rows.append(len(state))
 
     handle = network.register_forward_pre_hook(count, with_kwargs=True)
     try:

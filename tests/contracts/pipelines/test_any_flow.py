@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from flowalign.types import plain_requests
-from pipelines.any_flow import AnyFlow, Call, largest_difference
+from pipelines.any_flow import AnyFlow, Call
 from pipelines.recorded import Layout
 from pipelines.weights import Lora
 from tests.fixtures.embedded import FOLDER
@@ -85,8 +85,8 @@ def test_the_pipeline_s_own_rollout_is_replayed_bit_for_bit(pair):
     steps, rows = pair.generic.rollout([PROMPTS[0]], 4)
     assert len(steps) == 4
     assert rows == 4 * pair.generic.evaluations_per_velocity
-    assert largest_difference(pair.generic, steps, PROMPTS[0]) == 0.0
-    assert largest_difference(pair.generic, steps, PROMPTS[1]) > 1e-3
+    assert pair.generic.difference(steps, PROMPTS[0]) == 0.0
+    assert pair.generic.difference(steps, PROMPTS[1]) > 1e-3
 
 
 def test_an_adapter_that_is_saved_comes_back_and_acts_in_plain_diffusers(pair, tmp_path):
@@ -125,7 +125,7 @@ def test_texts_of_other_lengths_are_padded_for_keeping_and_not_for_the_network()
     assert mask is None
     assert state is x
     assert torch.equal(places, ids)
-    with pytest.raises(ValueError, match="a prompt has 5 tokens; .*max_sequence_length is 4"):
+    with pytest.raises(ValueError, match=r"a prompt has 5 tokens; .*max_sequence_length is 4"):
         layout.kept([calls(5)])
 
 
@@ -143,7 +143,7 @@ def test_arguments_that_the_pipeline_does_not_take_are_refused_by_the_plan(call,
 
 def test_another_number_of_evaluations_is_refused_with_the_right_one():
     call = Call(arguments=EMBEDDED | {"guidance_scale": 3.0})
-    with pytest.raises(ValueError, match="call.evaluations is 1, but .* makes 2 for a step"):
+    with pytest.raises(ValueError, match=r"call.evaluations is 1, but .* makes 2 for a step"):
         new_embedded(call=call)
 
 
@@ -172,14 +172,14 @@ def test_a_pipeline_that_cannot_be_replayed_is_refused_in_one_line(tmp_path, bui
 
 @pytest.mark.slow
 def test_a_pipeline_whose_steps_depend_on_their_number_is_refused(tmp_path, monkeypatch):
-    """A velocity that is larger in the first step than in others is no function of state and time."""
+    """Here replayed velocities are larger than the pipeline's at low noise."""
     path = build_flux(tmp_path)
     policy = new_any(path, call=Call(arguments={"max_sequence_length": 24}))
     original = type(policy)._velocity
     monkeypatch.setattr(
         AnyFlow, "_velocity", lambda *given: original(*given) * (1 + 0.1 * (given[2] < 0.9))
     )
-    with pytest.raises(ValueError, match="cannot be replayed: .*is off by"):
+    with pytest.raises(ValueError, match=r"cannot be replayed: .*is off by"):
         new_any(path, call=Call(arguments={"max_sequence_length": 24}))
 
 
