@@ -3,32 +3,32 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan, Policy
+from flowalign.types import Cond, Exportable, ExportDtype, ExportTarget, ModelPlan, Policy
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.export import check_export, export
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
+    DTYPES,
     Lora,
+    Precision,
     load_pipeline,
     load_weights,
     prepare_training,
     save_weights,
 )
 
-Precision = Literal["fp32", "bf16", "fp16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class DiffusersPolicy(Policy):
+class DiffusersPolicy(Policy, Exportable):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -180,6 +180,13 @@ class DiffusersPolicy(Policy):
     def load_weights(self, folder: str) -> None:
         for part in self.parts:
             load_weights(part, self.pipe.components[part], folder)
+
+    def check_export(self, folder: str, target: ExportTarget) -> None:
+        self.plan()
+        check_export(self, folder, target)
+
+    def export_weights(self, out: str, target: ExportTarget, dtype: ExportDtype) -> float | None:
+        return export(self, out, target, DTYPES[dtype])
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))

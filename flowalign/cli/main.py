@@ -16,6 +16,7 @@ from flowalign.cli import (
     demo,
     doctor,
     evaluate,
+    export,
     init,
     pairs,
     probe,
@@ -60,6 +61,7 @@ VERBS: dict[str, ModuleType] = {
     "clip-pairs": clip_pairs,
     "serve-reward": serve,
     "reward": reward,
+    "export": export,
     "convert": convert,
     "doctor": doctor,
 }

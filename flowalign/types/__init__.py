@@ -23,7 +23,17 @@ from flowalign.types.matching import (
     Residuals,
 )
 from flowalign.types.media_batch import MediaBatch
-from flowalign.types.policy import ModelPlan, Personal, Policy, Saving, Takes, VelocityField
+from flowalign.types.policy import (
+    Exportable,
+    ExportDtype,
+    ExportTarget,
+    ModelPlan,
+    Personal,
+    Policy,
+    Saving,
+    Takes,
+    VelocityField,
+)
 from flowalign.types.request import Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
@@ -81,6 +91,9 @@ __all__ = [
     "ModelPlan",
     "Need",
     "PastOutcomes",
+    "Exportable",
+    "ExportDtype",
+    "ExportTarget",
     "Personal",
     "Policy",
     "PolicyLoss",
