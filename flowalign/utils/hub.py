@@ -12,6 +12,9 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+_HTTP_ERROR: type[Exception] = next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+"""What the HTTP client of huggingface_hub raises, which is another client in each version."""
+
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
     """Return a local copy of one file of a model on the hub.
@@ -41,7 +44,7 @@ def check_publishing(name: str) -> None:
         )
     try:
         HfApi().whoami()
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
+    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
         raise ValueError(_unpublished(name, error)) from error
 
 
@@ -55,7 +58,7 @@ def publish(folder: Path, name: str, private: bool) -> str:
     try:
         address = api.create_repo(name, private=private, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights by flowalign")
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
+    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
         later = f"{folder} is kept; upload it later: hf upload {name} {folder}"
         raise ValueError(f"{_unpublished(name, error)}\n{later}") from error
     return str(address)
