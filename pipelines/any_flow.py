@@ -16,24 +16,17 @@ from pipelines.estimates import kept_per_token
 from pipelines.folder import config_of
 from pipelines.intact import check_folder
 from pipelines.latent_map import LatentMap
-from pipelines.recorded import STATE, Calls, Layout, equal_calls
+from pipelines.recorded import STATE, Layout, equal_calls
 from pipelines.replay import (
-    Recording,
     Step,
-    accepted,
     at_times,
-    call,
-    counting,
-    dry,
-    exchanged,
     first_of,
     has_whole_times,
     named_failures,
-    recorder,
     replaying,
     stopped,
-    stopping,
 )
+from pipelines.stock_call import autocast, recorded, rehearsed, run
 from pipelines.weights import Lora, prepare_training
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
 
@@ -87,7 +80,6 @@ class AnyFlow(DiffusersPolicy):
         self.evaluations_per_velocity, self.fps = call.evaluations, call.fps
         self.num_frames = call.arguments.get("num_frames")
         self.max_sequence_length = call.arguments.get("max_sequence_length", 512)
-
         self.rehearsal: Any = None
 
     def identify(self) -> None:
@@ -98,7 +90,7 @@ class AnyFlow(DiffusersPolicy):
     def plan(self) -> ModelPlan:
         self.identify()
         check_folder(self.pipeline_class, self.path, self.part, self.transformer_class.__name__, ())
-        latent_shape, _ = self._rehearsed(2)
+        latent_shape, _ = rehearsed(self, 2)
         config = config_of(self.pipeline_class, self.path, self.part)
         with torch.device("meta"):
             denoiser = self.transformer_class.from_config(config)
@@ -125,7 +117,7 @@ class AnyFlow(DiffusersPolicy):
         self.identify()
         super().load(device)
         self.pipe.set_progress_bar_config(disable=True)
-        probes = [self.recorded(texts) for texts in ([_SHORT], [_LONG], [_LONG, _LONG])]
+        probes = [recorded(self, texts) for texts in ([_SHORT], [_LONG], [_LONG, _LONG])]
         with named_failures(self.path, self.pipeline_class):
             self.layout = Layout.of(*probes, longest=self.max_sequence_length)
         self.blank = self.layout.kept(probes[:1])
@@ -133,7 +125,7 @@ class AnyFlow(DiffusersPolicy):
         self.whole_times = has_whole_times(self.pipe.scheduler)
 
     def shape_of_latents(self, transformer: Any, vae: Any) -> tuple[int, ...]:  # noqa: ARG002
-        return self._rehearsed(2)[0]
+        return rehearsed(self, 2)[0]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
         patch = transformer.get("patch_size", 1)
@@ -144,14 +136,14 @@ class AnyFlow(DiffusersPolicy):
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:  # noqa: ARG002
         """Return the sigmas that the pipeline sets; one step goes from the first of them to 0."""
-        found = self._rehearsed(max(2, num_steps))[1]
+        found = rehearsed(self, max(2, num_steps))[1]
         return found[[0, -1]] if num_steps == 1 else found
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         prompts = prompts_of(requests)
         apart = [[prompt] for prompt in prompts] if self.layout.ragged else [prompts]
-        return self.layout.kept([self.recorded(some) for some in apart])
+        return self.layout.kept([recorded(self, some) for some in apart])
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         groups = equal_calls(len(x), sigma, self.layout.lengths(cond))
@@ -169,8 +161,8 @@ class AnyFlow(DiffusersPolicy):
         time = time.long() if self.whole_times else time
         calls = self.layout.returned(cond, x.to(self.state_dtype))
         others = {"scheduler": at_times(scheduler, time), **replaying(calls)}
-        with stopped() as stop, self.autocast():
-            self.run(len(x), others)
+        with stopped() as stop, autocast(self):
+            run(self, len(x), others)
         return stop.found.float()
 
     @torch.no_grad()
@@ -183,7 +175,7 @@ class AnyFlow(DiffusersPolicy):
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
         others = replaying(self.layout.returned(rows, x))
         others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
-        return self.run(len(x), others, "pt")
+        return run(self, len(x), others, "pt")
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
@@ -204,37 +196,6 @@ class AnyFlow(DiffusersPolicy):
                 text = digest(part, config.to_dict(), text, words, *settings)
         return digest(self.pipe.vae, self.pipe.vae.config, *settings), text
 
-    def recorded(self, prompts: Sequence[str]) -> Calls:
-        """Return what the pipeline encodes for these prompts, in a call that stops at the network.
-
-        Initial noise is recorded as well, and not used.
-        """
-        recording = Recording(self.pipe)
-        others = {"scheduler": recorder(self.pipe.scheduler), **recording.methods()}
-        with named_failures(self.path, self.pipeline_class), stopping(self.denoiser):
-            self.run(prompts, others)
-        return recording.calls
-
-    def run(
-        self,
-        prompts: Sequence[str] | int,
-        others: Mapping[str, Any],
-        output_type: str = "latent",
-        num_steps: int = 2,
-    ) -> Any:
-        """Call the pipeline on prompts, or on so many, with other methods and components."""
-        texts = [""] * prompts if isinstance(prompts, int) else list(prompts)
-        with exchanged(self.pipe, {**others, self.part: self.denoiser}):
-            return call(self.pipe, **self._arguments(texts, output_type, num_steps))[0]
-
-    @torch.no_grad()
-    def rollout(self, prompts: Sequence[str], num_steps: int) -> tuple[list[Step], int]:
-        """Return the steps that the pipeline makes by itself, and how many rows it evaluates."""
-        scheduler = recorder(self.pipe.scheduler)
-        with counting(self.denoiser) as rows, self.autocast():
-            self.run(prompts, {"scheduler": scheduler}, num_steps=num_steps)
-        return scheduler.steps, sum(rows)
-
     @torch.no_grad()
     def difference(self, steps: Sequence[Step], prompt: str) -> float:
         """Return how far replayed velocities are from a rollout's, relative to the largest."""
@@ -244,39 +205,3 @@ class AnyFlow(DiffusersPolicy):
             off.abs().max() / step.v.abs().max() for off, step in zip(found, steps, strict=True)
         ]
         return float(max(each))
-
-    def autocast(self) -> Any:
-        """Compute in the run's precision inside this context."""
-        dtype = DTYPES[self.precision]
-        return torch.autocast(self.pipe.vae.device.type, dtype, enabled=self.precision != "fp32")
-
-    def _arguments(
-        self, prompts: list[str], output_type: str, num_steps: int = 2
-    ) -> dict[str, Any]:
-        given = {
-            "prompt": prompts,
-            "height": self.height,
-            "width": self.width,
-            "num_inference_steps": num_steps,
-            "generator": torch.Generator().manual_seed(0),
-            "output_type": output_type,
-            "return_dict": False,
-        }
-        return accepted(self.pipeline_class, given) | dict(self.call.arguments)
-
-    def _rehearsed(self, num_steps: int) -> tuple[tuple[int, ...], Tensor]:
-        """Return the shape of a state and the sigmas, of a call without weights."""
-        if self.rehearsal is None:
-            with named_failures(self.path, self.pipeline_class):
-                self.rehearsal = dry(self.pipeline_class, self.path, self.part)
-        pipe, recording = self.rehearsal, Recording(self.rehearsal)
-        scheduler = recorder(pipe.scheduler)
-        network = vars(pipe)[self.part]
-        with (
-            named_failures(self.path, self.pipeline_class),
-            stopping(network),
-            exchanged(pipe, {"scheduler": scheduler, **recording.methods()}),
-        ):
-            call(pipe, **self._arguments([""], "latent", num_steps))
-        state = first_of(dict(recording.calls)[STATE])
-        return tuple(state.shape[1:]), scheduler.sigmas.clone()

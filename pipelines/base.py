@@ -10,11 +10,11 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, Exportable, ExportDtype, ExportTarget, ModelPlan, Policy
+from flowalign.types import Cond, ModelPlan, Policy
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
-from pipelines.export import check_export, export
+from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
@@ -28,7 +28,7 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(Policy, Exportable):
+class DiffusersPolicy(ExportsWeights, Policy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -180,13 +180,6 @@ class DiffusersPolicy(Policy, Exportable):
     def load_weights(self, folder: str) -> None:
         for part in self.parts:
             load_weights(part, self.pipe.components[part], folder)
-
-    def check_export(self, folder: str, target: ExportTarget) -> None:
-        self.plan()
-        check_export(self, folder, target)
-
-    def export_weights(self, out: str, target: ExportTarget, dtype: ExportDtype) -> float | None:
-        return export(self, out, target, DTYPES[dtype])
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from flowalign.types import ExportTarget
+from flowalign.types import Exportable, ExportDtype, ExportTarget
 from pipelines.adapter_files import (
     PEFT_CONFIG,
     PEFT_FILE,
@@ -45,6 +45,19 @@ COMFYUI_PREFIXES = {
 Source: keys that ComfyUI's loader knows for Stable Diffusion, SD3, FLUX.1, Wan, LTX-Video and
 Qwen-Image; for FLUX.2, Z-Image, Krea 2 and LTX-2 what SimpleTuner and ai-toolkit write.
 """
+
+
+class ExportsWeights(Exportable):
+    """Exports the weights of a `DiffusersPolicy`, which is one of these."""
+
+    def check_export(self: Any, folder: str, target: ExportTarget) -> None:
+        self.plan()
+        check_export(self, folder, target)
+
+    def export_weights(
+        self: Any, out: str, target: ExportTarget, dtype: ExportDtype
+    ) -> float | None:
+        return export(self, out, target, DTYPES[dtype])
 
 
 def check_export(policy: "DiffusersPolicy", folder: str, target: ExportTarget) -> None:
@@ -97,7 +110,7 @@ def _check_fits(policy: "DiffusersPolicy", part: str, folder: str) -> None:
 def _stranger(policy: "DiffusersPolicy", where: Path) -> str:
     return (
         f"the adapter in {where} does not fit the {policy.transformer_class.__name__} of "
-        f"{policy.path}; name the model that it was trained on by --base"
+        f"{policy.path}; name the model that it was trained on by --model"
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from flowalign.types import Request
 from pipelines.any_flow import LORA, AnyFlow, Call
+from pipelines.stock_call import rollout
 
 _PROMPT = "a red ball beside two cats"
 _BACKENDS = "native", "flex", "flash", "_flash_3", "sage", "xformers"
@@ -25,7 +26,7 @@ def inspect_pipeline(
     policy = AnyFlow(path, height, width, Call(arguments=arguments), lora=None, precision="fp32")
     policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
-    steps, rows = policy.rollout([_PROMPT], 4)
+    steps, rows = rollout(policy, [_PROMPT], 4)
     policy.evaluations_per_velocity = rows // len(steps)
     return {
         "pipeline": f"{policy.pipeline_class.__name__}, {type(network).__name__} of "

@@ -10,6 +10,7 @@ from diffusers import DiffusionPipeline
 from pipelines.folder import config_of, setting_of
 from pipelines.intact import parts_of
 from pipelines.replay import WAY_OUT, named_failures
+from pipelines.stock_call import rollout
 
 _OURS = {
     *("self", "prompt", "height", "width", "latents", "generator", "num_inference_steps"),
@@ -72,7 +73,7 @@ def check_replay(policy: Any, prompt: str) -> None:
         ValueError: The velocities differ, or the pipeline makes another number of evaluations.
     """
     with named_failures(policy.path, policy.pipeline_class):
-        steps, rows = policy.rollout([prompt], 2)
+        steps, rows = rollout(policy, [prompt], 2)
         difference = policy.difference(steps, prompt)
         if not difference <= _TOLERANCE:
             raise NotImplementedError(f"a velocity that was replayed is off by {difference:.1e}")

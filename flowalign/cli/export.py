@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     add("--out", metavar="FOLDER", help="new folder; default: exports/ and the name of the run")
     add("--live", action="store_true", help="the last weights, and not their average")
-    add("--base", metavar="FOLDER", help="folder or hub id of the model that was trained, if moved")
+    add(
+        "--model", metavar="FOLDER", help="folder or hub id of the model that was trained, if moved"
+    )
     add("--push-to-hub", metavar="OWNER/NAME", help="publish the folder as a model of this name")
     add("--private", action="store_true", help="publish it for its owner alone")
     add("--license", help="licence of the weights, as the hub names it; needed to publish")
@@ -46,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         home = trained.run_folder or source
         out = Path(args.out or f"exports/{home.resolve().name}-{args.to}")
         form = Form(args.to, args.dtype, out, args.license)
-        difference = export(prepare(trained, form, args.base), trained, form)
+        difference = export(prepare(trained, form, args.model), trained, form)
         if difference is None:
             log(f"{out} is written from {trained.weights}; no loader of {args.to} was at hand")
         else:

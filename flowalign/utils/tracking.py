@@ -1,4 +1,4 @@
-"""Record the metrics of a run: `metrics.jsonl` always, TensorBoard, wandb and trackio on request."""
+"""Record the metrics of a run: `metrics.jsonl` always; TensorBoard, wandb, trackio on request."""
 
 import importlib
 import importlib.util

@@ -104,8 +104,8 @@ def _reads_nothing(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--base", "assets/shapes_video/wan"], "is no StableDiffusion3Pipeline folder"),
-        (["--base", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
+        (["--model", "assets/shapes_video/wan"], "is no StableDiffusion3Pipeline folder"),
+        (["--model", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
         (["--out", "assets"], "assets exists and is not overwritten"),
         (["--push-to-hub", "ann/x"], "--push-to-hub needs --license"),
         (["--push-to-hub", "x", "--license", "mit"], "is no name of a model, such as owner/name"),

@@ -11,6 +11,7 @@ import yaml
 from flowalign.types import plain_requests
 from pipelines.any_flow import AnyFlow, Call
 from pipelines.recorded import Layout
+from pipelines.stock_call import rollout
 from pipelines.weights import Lora
 from tests.fixtures.embedded import FOLDER
 from tests.fixtures.families import noise
@@ -82,7 +83,7 @@ def test_schedules_media_and_latents_are_those_of_the_family_s_own_policy(pair):
 
 
 def test_the_pipeline_s_own_rollout_is_replayed_bit_for_bit(pair):
-    steps, rows = pair.generic.rollout([PROMPTS[0]], 4)
+    steps, rows = rollout(pair.generic, [PROMPTS[0]], 4)
     assert len(steps) == 4
     assert rows == 4 * pair.generic.evaluations_per_velocity
     assert pair.generic.difference(steps, PROMPTS[0]) == 0.0
