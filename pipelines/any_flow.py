@@ -184,7 +184,8 @@ class AnyFlow(DiffusersPolicy):
         return LatentMap.of(self.pipe.vae, self.finish, self.latent_shape).encoded(clips)
 
     def encoders(self) -> tuple[str, str]:
-        settings = self.height, self.width, sorted(self.call.arguments.items())
+        arguments = sorted(self.call.arguments.items())
+        kept = [tuple(one.shape[1:]) for one in self.blank.values()]  # some know the size
         parts, text = sorted(self.pipe.components.items()), ""
         tokenizers = [
             vars(p).get("tokenizer", p) for n, p in parts if p and n.startswith("tokenizer")
@@ -193,8 +194,10 @@ class AnyFlow(DiffusersPolicy):
         for name, part in parts:
             if isinstance(part, nn.Module) and "encoder" in name:
                 config: Any = part.config
+                settings = self.precision, arguments, kept
                 text = digest(part, config.to_dict(), text, words, *settings)
-        return digest(self.pipe.vae, self.pipe.vae.config, *settings), text
+        vae = self.pipe.vae
+        return digest(vae, vae.config, self.height, self.width, *arguments), text
 
     @torch.no_grad()
     def difference(self, steps: Sequence[Step], prompt: str) -> float:

@@ -189,6 +189,8 @@ def test_the_encoders_are_named_by_weights_and_arguments():
     assert policy.encoders() == other.encoders()
     changed = new_embedded(call=Call(arguments=EMBEDDED | {"clip_skip": 1}))
     assert changed.encoders()[1] != policy.encoders()[1]
+    media, text = new_embedded(height=16).encoders()
+    assert (media == policy.encoders()[0], text == policy.encoders()[1]) == (False, True)
 
 
 @pytest.mark.slow
