@@ -51,6 +51,9 @@ class Call:
     counts them, and refuses another number."""
     fps: PositiveFloat | None = None
     """Frames per second of clips; null for pictures."""
+    decode_one: bool = False
+    """Decode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5 takes no
+    more."""
 
 
 class AnyFlow(DiffusersPolicy):
@@ -105,7 +108,7 @@ class AnyFlow(DiffusersPolicy):
             bytes_per_parameter=width,
             activation_bytes=width * tokens * kept_per_token(denoiser, self.gradient_checkpointing),
             sigmas=partial(self.sigmas, None),
-            decodes_together=False,
+            decodes_together=not self.call.decode_one,
         )
 
     def load(self, device: torch.device) -> None:
@@ -167,7 +170,8 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        media = torch.cat([self.finish(one) for one in x.split(1)])  # some decode only one
+        rows = 1 if self.call.decode_one else max(1, len(x))
+        media = torch.cat([self.finish(some) for some in x.split(rows)])
         return (media if media.ndim == 5 else media[:, None]).float()
 
     def finish(self, x: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def stopping(network: nn.Module) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise Reached
 
-    handle = network.register_forward_pre_hook(stop)
+    handle = network.register_forward_pre_hook(stop, prepend=True)  # before those that count
     try:
         yield
     except Reached:

@@ -1,7 +1,9 @@
 """`AnyFlow` equals the policy of every family that has one, and refuses what it cannot replay."""
 
+import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,10 @@ def test_schedules_media_and_latents_are_those_of_the_family_s_own_policy(pair):
     x = noise(adapter)
     media = generic.decode(pair.packed(x))
     torch.testing.assert_close(media, adapter.decode(x), **CLOSE)
+    apart = replace(generic.call, decode_one=True)
+    one = copy.copy(generic)
+    one.call = apart
+    torch.testing.assert_close(one.decode(pair.packed(x)), media, **CLOSE)
     shown = torch.rand(2, adapter.num_frames or 1, 3, 50, 70, generator=torch.manual_seed(3))
     found = generic.embed(shown)
     assert generic.plan().latent_shape == tuple(found.shape[1:])
