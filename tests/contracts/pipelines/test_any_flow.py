@@ -236,7 +236,7 @@ def test_three_steps_of_training_are_those_of_the_family_s_own_policy(
     ]
     assert len(rows[0]) == 3
     different = [{k for k in a if a[k] != b[k]} for a, b in zip(*rows, strict=True)]
-    # Wan's pipeline divides latents by 1 / std where our policy multiplies by std: pixels round apart
+    # Wan's pipeline divides latents by 1 / std, our policy multiplies: pixels round apart
     assert set().union(*different) <= {"reward/flicker"}
     flicker = [[row.get("reward/flicker", 0.0) for row in one] for one in rows]
     assert flicker[0] == pytest.approx(flicker[1], abs=1e-5)
