@@ -61,22 +61,47 @@ def adapter_place(part: str, folder: str) -> tuple[str, Path]:
 
 def save_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
     """Save the adapter for diffusers and ComfyUI, and for PEFT."""
+    save_for_diffusers(part, denoiser, folder)
+    save_for_peft(part, denoiser, folder)
+
+
+def save_for_diffusers(
+    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Save the adapter with alpha / rank inside lora_B, under names of diffusers or the model."""
     name, where = adapter_place(part, folder)
     where.mkdir(parents=True, exist_ok=True)
-    config, trained = denoiser.peft_config["default"], _trained(denoiser)
+    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
     keys = adapter_keys(name, denoiser, trained)
     strength = config.lora_alpha / config.r
     acting = {keys[n]: t * strength if ".lora_B." in n else t for n, t in trained.items()}
-    plain = json.loads(json.dumps(config.to_dict(), default=sorted))
-    metadata = {f"{name}.{k}": v for k, v in (plain | {"lora_alpha": config.r}).items()}
+    metadata = {f"{name}.{k}": v for k, v in (_plain(config) | {"lora_alpha": config.r}).items()}
     about = {"format": "pt", _METADATA: json.dumps(metadata, indent=2, sort_keys=True)}
-    save_file(acting, where / LORA_FILE, about)
-    alphas = {n.partition(".lora_")[0] + ".alpha" for n in trained}
-    of_layers = {n: torch.tensor(float(config.lora_alpha)) for n in alphas}  # ComfyUI reads them
-    copies = {_PEFT_PREFIX + n: t for n, t in (trained | of_layers).items()}
+    save_file({key: t.to(dtype) for key, t in acting.items()}, where / LORA_FILE, about)
+
+
+def save_for_peft(
+    part: str, denoiser: ModelMixin, folder: str, dtype: torch.dtype = torch.float32
+) -> None:
+    """Save the adapter as it was trained, with alpha of every layer and its configuration."""
+    _, where = adapter_place(part, folder)
+    where.mkdir(parents=True, exist_ok=True)
+    config, trained = denoiser.peft_config["default"], adapter_tensors(denoiser)
+    cast = {n: t.to(dtype) for n, t in trained.items()}
+    copies = {_PEFT_PREFIX + n: t for n, t in (cast | alphas(config, trained)).items()}
     save_file(copies, where / PEFT_FILE, {"format": "pt"})
-    plain |= {"inference_mode": True}
+    plain = _plain(config) | {"inference_mode": True}
     (where / PEFT_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def alphas(config: Any, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return alpha of every adapted layer under the key that ComfyUI reads."""
+    layers = {name.partition(".lora_")[0] + ".alpha" for name in names}
+    return {name: torch.tensor(float(config.lora_alpha)) for name in layers}
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(config.to_dict(), default=sorted))
 
 
 def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
@@ -93,7 +118,7 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
     else:
         file = existing(where / LORA_FILE)
         state, trained = _read_diffusers(name, denoiser, file)
-    same_shapes(state, _trained(denoiser), file)
+    same_shapes(state, adapter_tensors(denoiser), file)
     alpha = denoiser.peft_config["default"].lora_alpha
     if trained != alpha:
         raise ValueError(f"{file} was trained with lora.alpha {trained}, not {alpha}")
@@ -103,6 +128,9 @@ def load_adapter(part: str, denoiser: ModelMixin, folder: str) -> None:
 def load_into_pipeline(pipe: Any, part: str, folder: str) -> None:
     """Load a saved adapter the way a user of plain diffusers does."""
     name, where = adapter_place(part, folder)
+    if "load_lora_weights" not in dir(pipe):  # the network of such a pipeline has its own loader
+        pipe.components[part].load_lora_adapter(where, prefix=name, weight_name=LORA_FILE)
+        return
     second = {} if name == part else {f"load_into_{part}": True}
     pipe.load_lora_weights(where, **second)
 
@@ -111,7 +139,7 @@ def difference_of_copy(part: str, denoiser: ModelMixin, folder: str) -> float:
     """Return the largest difference of the adapter from the file that flowalign reads."""
     _, where = adapter_place(part, folder)
     state, _ = _read_peft(where)
-    trained = {n: t.detach().cpu() for n, t in _trained(denoiser).items()}
+    trained = {n: t.detach().cpu() for n, t in adapter_tensors(denoiser).items()}
     return max(float((state[n] - t).abs().max()) for n, t in trained.items())
 
 
@@ -169,7 +197,8 @@ def _unet_key(name: str) -> str:
     return f"unet.{layer}.{end}"
 
 
-def _trained(denoiser: ModelMixin) -> dict[str, Tensor]:
+def adapter_tensors(denoiser: ModelMixin) -> dict[str, Tensor]:
+    """Return the tensors of the adapter by their names in the network."""
     state: Any = get_peft_model_state_dict(denoiser)
     return {name: tensor.contiguous() for name, tensor in state.items()}
 
@@ -184,7 +213,9 @@ def _read_peft(where: Path) -> tuple[dict[str, Tensor], Any]:
 def _read_diffusers(part: str, denoiser: ModelMixin, file: Path) -> tuple[dict[str, Tensor], Any]:
     """Return tensors and alpha of a file without its companion: an earlier one, or copied alone."""
     found = read_tensors(file)
-    names = {key: name for name, key in adapter_keys(part, denoiser, _trained(denoiser)).items()}
+    names = {
+        key: name for name, key in adapter_keys(part, denoiser, adapter_tensors(denoiser)).items()
+    }
     state = {names.get(k, k.removeprefix(f"{part}.")): v for k, v in found.items()}
     with safe_open(file, "pt") as opened:
         about = json.loads((opened.metadata() or {}).get(_METADATA, "{}"))

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,21 @@ from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.weights import (
+    DTYPES,
     Lora,
+    Precision,
     load_pipeline,
     load_weights,
     prepare_training,
     save_weights,
 )
 
-Precision = Literal["fp32", "bf16", "fp16"]
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-class DiffusersPolicy(DecodingPolicy):
+class DiffusersPolicy(ExportsWeights, DecodingPolicy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below

@@ -46,6 +46,23 @@ def only_frame(
     return 2 * covering(media[:, 0], height, width) - 1
 
 
+def clips_of(
+    media: Float[Tensor, "n F 3 h w"], num_frames: int, height: int, width: int, path: str
+) -> Float[Tensor, "n 3 num_frames height width"]:
+    """Return the first frames of clips in [-1, 1] that cover a size, for the model at `path`.
+
+    Raises:
+        ValueError: They have fewer frames.
+    """
+    if media.shape[1] < num_frames:
+        raise ValueError(
+            f"a clip of {media.shape[1]} frames is too short: {path} encodes {num_frames} "
+            "(policy.video.num_frames); leave it out or ask for fewer"
+        )
+    frames = covering(media[:, :num_frames].flatten(0, 1), height, width)
+    return 2 * frames.unflatten(0, (-1, num_frames)).transpose(1, 2) - 1
+
+
 def scaled_latents(vae: Any, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n C h2 w2"]:
     """Encode pictures in [-1, 1] to latents (the mode), normalised by one shift and one factor."""
     z = vae.encode(pictures, return_dict=False)[0].mode()

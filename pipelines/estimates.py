@@ -1,6 +1,7 @@
 """Estimates the memory of pipeline parts by running them on tensors of the meta device."""
 
 import inspect
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import diffusers
 import torch
 import transformers
 from diffusers import DiffusionPipeline
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
@@ -49,6 +50,22 @@ def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
             encoder = getattr(transformers, kind)(config)
         total += sum(p.numel() for p in encoder.parameters())
     return total
+
+
+def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:
+    """Estimate how many values per token the backward pass keeps.
+
+    Twice what the linear layers of blocks read and write; with recomputation one block's, and what
+    each block reads.
+    """
+    blocks: dict[str, list[nn.Linear]] = {}
+    for name, layer in denoiser.named_modules():
+        found = re.match(r"\w+\.\d+\.(?!.*norm)", name)  # modulations are per sample
+        if found and isinstance(layer, nn.Linear):
+            blocks.setdefault(".".join(name.split(".")[:2]), []).append(layer)
+    kept = [2 * sum(one.in_features + one.out_features for one in some) for some in blocks.values()]
+    width = sum(some[0].in_features for some in blocks.values())
+    return max(kept, default=0) + width if recomputed else sum(kept)
 
 
 class _Alive(TorchDispatchMode):

@@ -13,7 +13,7 @@ from diffusers import DiffusionPipeline
 from safetensors import SafetensorError
 from torch import nn
 
-from pipelines.folder import read_json
+from pipelines.folder import file_in, read_json
 
 _INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -76,12 +76,16 @@ def _check_configurations(folder: Path, library: str, kind: str) -> None:
 
 
 def parts_of(pipeline: type[DiffusionPipeline], path: str) -> dict[str, tuple[str, str]]:
-    """Return library and class of every part that a local folder has, by name."""
+    """Return library and class of every part that a pipeline has, by name."""
     file = Path(path) / _INDEX
-    if not file.is_file():
+    if not Path(path).exists():
+        file = file_in(path, _INDEX)
+    elif not file.is_file():
         raise ValueError(f"{path} is no {pipeline.__name__} folder: {file.name} is missing")
     pairs = {k: v for k, v in read_json(file).items() if isinstance(v, list) and len(v) == 2}
-    return {name: (library, kind) for name, (library, kind) in pairs.items() if kind is not None}
+    return {
+        name: (library, kind) for name, (library, kind) in pairs.items() if isinstance(kind, str)
+    }
 
 
 @contextmanager

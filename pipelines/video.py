@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
-from pipelines.encoding import covering
+from pipelines.encoding import clips_of
 from pipelines.estimates import encoder_parameters, hollow, peak_bytes
 from pipelines.folder import activations, config_of
 from pipelines.weights import Lora
@@ -164,15 +164,9 @@ class VideoPolicy(DiffusersPolicy):
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
-        wanted = self.video.num_frames
-        if media.shape[1] < wanted:
-            raise ValueError(
-                f"a clip of {media.shape[1]} frames is too short: {self.path} encodes {wanted} "
-                "(policy.video.num_frames); leave it out or ask for fewer"
-            )
-        frames = media[:, :wanted].flatten(0, 1).to(self.pipe.vae.device, torch.float32)
-        clips = covering(frames, self.height, self.width).unflatten(0, (-1, wanted))
-        return self.latents(2 * clips.transpose(1, 2) - 1)
+        media = media.to(self.pipe.vae.device, torch.float32)
+        clips = clips_of(media, self.video.num_frames, self.height, self.width, self.path)
+        return self.latents(clips)
 
     def latents(self, media: Tensor) -> Tensor:
         """Encode clips [n, 3, F, H, W] in [-1, 1] to normalised latents (the mode)."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import DiffusionPipeline
@@ -17,6 +17,8 @@ from pipelines.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.intact import check_complete, named_refusals
 from pipelines.tensors import existing, read_tensors, same_shapes
 
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _ONE_FILE = "10TB"
 
 

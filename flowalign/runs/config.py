@@ -72,7 +72,7 @@ class Run:
     """Held-out evaluation. Null: none."""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     """When checkpoints are written, and how many are kept."""
-    trackers: list[Literal["tensorboard", "wandb"]] = field(default_factory=list)
+    trackers: list[Literal["tensorboard", "wandb", "trackio"]] = field(default_factory=list)
     """Trackers besides metrics.jsonl, which is always written."""
     seed: Seed = 0
     """Seed of every random draw but those of the evaluation."""

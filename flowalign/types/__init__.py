@@ -25,6 +25,9 @@ from flowalign.types.matching import (
 )
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import (
+    Exportable,
+    ExportDtype,
+    ExportTarget,
     ModelPlan,
     Personal,
     Policy,
@@ -92,6 +95,9 @@ __all__ = [
     "ModelPlan",
     "Need",
     "PastOutcomes",
+    "Exportable",
+    "ExportDtype",
+    "ExportTarget",
     "Personal",
     "Policy",
     "PolicyLoss",

@@ -190,3 +190,28 @@ class Renders(ABC):
     @abstractmethod
     def render_bytes(self) -> int:
         """Return the peak bytes of `render` and its backward pass, per sample; needs no weights."""
+
+
+ExportTarget = Literal["diffusers", "peft", "comfyui", "merged"]
+"""Who reads exported weights: an adapter for one of three programs, or a whole pipeline."""
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+"""Precision of exported weights."""
+
+
+class Exportable(ABC):
+    """Marks a `Policy` that writes its weights in the forms that other programs read."""
+
+    @abstractmethod
+    def check_export(self, folder: str, target: ExportTarget) -> None:
+        """Raise ValueError if what `save_weights` wrote to a folder cannot be exported.
+
+        It reads configurations, names and shapes, and no weights.
+        """
+
+    @abstractmethod
+    def export_weights(self, out: str, target: ExportTarget, dtype: ExportDtype) -> float | None:
+        """Write the weights of the loaded policy, which is of no further use.
+
+        Returns the largest difference of what the target's public loader reads back; None where
+        that loader is not at hand.
+        """

@@ -1,14 +1,19 @@
-"""Fetch files of models from the Hugging Face hub, and say why it gives none."""
+"""Fetch files of models from the Hugging Face hub, publish folders, and say what went wrong."""
 
+import re
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
+    HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+
+_HTTP_ERROR: type[Exception] = next(c for c in HfHubHTTPError.__mro__ if c.__name__ == "HTTPError")
+"""What the HTTP client of huggingface_hub raises, which is another client in each version."""
 
 
 def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
@@ -23,6 +28,51 @@ def file_of(model: str, name: str, subfolder: str | None = None) -> Path:
         raise ValueError(
             why_not(model, "/".join(filter(None, (subfolder, name))), error)
         ) from error
+
+
+def check_publishing(name: str) -> None:
+    """Check that the hub can be reached with a token that it knows.
+
+    Raises:
+        ValueError: It cannot, or the name is none of a model.
+    """
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise ValueError(f"--push-to-hub {name!r} is no name of a model, such as owner/name")
+    if get_token() is None:
+        raise ValueError(
+            "there is no token for the Hugging Face hub: hf auth login, or set HF_TOKEN"
+        )
+    try:
+        HfApi().whoami()
+    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
+        raise ValueError(_unpublished(name, error)) from error
+
+
+def publish(folder: Path, name: str, private: bool) -> str:
+    """Upload a folder as a model, and return its address.
+
+    Raises:
+        ValueError: The hub does not take it; the folder stays, and can be uploaded later.
+    """
+    api = HfApi()
+    try:
+        address = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Weights by flowalign")
+    except (OSError, _HTTP_ERROR, OfflineModeIsEnabled) as error:
+        later = f"{folder} is kept; upload it later: hf upload {name} {folder}"
+        raise ValueError(f"{_unpublished(name, error)}\n{later}") from error
+    return str(address)
+
+
+def _unpublished(name: str, error: Exception) -> str:
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status in (401, 403):
+        return f"the Hugging Face hub does not let this token publish {name}: hf auth login"
+    if status is not None:
+        reason = " ".join(str(error).split())[:160]
+        return f"the Hugging Face hub refused {name}: {reason}"
+    offline = ": HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else ""
+    return f"the Hugging Face hub could not be reached{offline}; export without --push-to-hub"
 
 
 def why_not(model: str, what: str, error: Exception) -> str:

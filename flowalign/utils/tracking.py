@@ -1,4 +1,4 @@
-"""Record the metrics of a run: `metrics.jsonl` always, TensorBoard and wandb on request."""
+"""Record the metrics of a run: `metrics.jsonl` always; TensorBoard, wandb, trackio on request."""
 
 import importlib
 import importlib.util
@@ -6,13 +6,13 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from flowalign.utils.files import write_text
 
-TrackerName = Literal["tensorboard", "wandb"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 FILE = "metrics.jsonl"
 
 
@@ -108,9 +108,30 @@ class _WandB:
         self._run.finish()
 
 
-_SINKS: dict[str, type[_TensorBoard] | type[_WandB]] = {
+class _Trackio:
+    """Logs to trackio's database on this machine, in the run's folder unless TRACKIO_DIR is set.
+
+    Steps that were logged stay there, so every start is a run of its own in the folder's project.
+    """
+
+    def __init__(self, folder: Path, keep_until: int | None):
+        # trackio reads the variable when it is first imported
+        os.environ.setdefault("TRACKIO_DIR", str((folder / "trackio").resolve()))
+        self._trackio = importlib.import_module("trackio")
+        name = folder.resolve().name
+        self._trackio.init(project=name, name=f"{name}-{keep_until or 0}")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+_SINKS: dict[str, Callable[[Path, int | None], _Sink]] = {
     "tensorboard": _TensorBoard,
     "wandb": _WandB,
+    "trackio": _Trackio,
 }
 
 

@@ -153,7 +153,7 @@ def options_of(parser: argparse.ArgumentParser, words: list[str]) -> set[str]:
 def test_the_command_line_page_lists_every_option_of_every_verb():
     text = (DOCS / "reference" / "command_line.md").read_text()
     rows = re.findall(r"^\| `([a-z -]+?)(?: [A-Z.]+)?` \| (.*) \|$", text, re.MULTILINE)
-    listed = {verb: set(re.findall(r"--[\w]+", what)) for verb, what in rows}
+    listed = {verb: set(re.findall(r"--[\w-]+", what)) for verb, what in rows}
     verbs = {*VERBS, "reward train", "reward eval"} - {"reward"}
     assert {verb for verb in listed if verb in verbs} == verbs
     for verb in verbs:

@@ -96,7 +96,7 @@ def test_seconds_go_on_from_the_last_kept_row(tmp_path):
     assert 100 <= read_metrics(tmp_path)[1]["seconds"] < 160
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio"])
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, name):
     """And nothing of an earlier run is touched."""
     write(tmp_path, [0, 1])
@@ -141,3 +141,33 @@ def test_wandb_stays_offline_unless_told_otherwise(tmp_path, monkeypatch):
     assert (offline["mode"], online["mode"]) == ("offline", "online")
     assert (row, finish) == ((4, {"reward_mean": 0.5}), "finish")
     monkeypatch.delitem(sys.modules, "wandb")
+
+
+FAKE_TRACKIO = """
+import os
+calls = []
+def init(**options): calls.append((os.environ["TRACKIO_DIR"], options))
+def log(metrics, step): calls.append((step, metrics))
+def finish(): calls.append("finish")
+"""
+
+
+def test_trackio_gets_every_step_and_keeps_its_database_in_the_run_s_folder(tmp_path, monkeypatch):
+    (tmp_path / "trackio.py").write_text(FAKE_TRACKIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    monkeypatch.setenv("TRACKIO_DIR", "")  # restored afterwards
+    monkeypatch.delenv("TRACKIO_DIR")
+    write(tmp_path / "first", [4, 5], trackers=["trackio"])
+    write(tmp_path / "first", [5], trackers=["trackio"], keep_until=5)
+    folder = str(tmp_path / "first" / "trackio")
+    assert sys.modules["trackio"].calls == [
+        (folder, {"project": "first", "name": "first-0"}),
+        (4, {"reward_mean": 0.5}),
+        (5, {"reward_mean": 0.625}),
+        "finish",
+        (folder, {"project": "first", "name": "first-5"}),
+        (5, {"reward_mean": 0.625}),
+        "finish",
+    ]
+    monkeypatch.delitem(sys.modules, "trackio")

@@ -29,6 +29,7 @@ class TestCogVideoX(PolicyContract):
 
     # ComfyUI's own files have no names for these layers
     test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
+    test_an_export_for_comfyui_acts_alike_by_its_rules = None
 
 
 def official_cogvideox(policy: CogVideoX, prompts, x, num_steps, output_type):

@@ -39,6 +39,7 @@ class TestHunyuanVideo(PolicyContract):
 
     # ComfyUI fuses queries, keys and values in one layer of its own
     test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
+    test_an_export_for_comfyui_acts_alike_by_its_rules = None
 
 
 PLAIN = {"template": "{}", "crop_start": 0}

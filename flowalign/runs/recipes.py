@@ -1,0 +1,115 @@
+"""Lists the run files of the package: what was done with each, what it needs, and its source."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from flowalign.runs.compose import read_mapping
+from flowalign.runs.config import load
+from flowalign.runs.plan import plan
+from flowalign.utils.files import atomic_write, bundled
+
+Label = Literal["run on a GPU", "run on CPU", "checked only"]
+"""What was done with a run file: trained to the end on a GPU or a CPU, or validated and planned."""
+_NO_RUNS = ("rewards",)
+"""Folders of configs/ that hold no run files."""
+_BEHIND = ("methods", "tasks")
+"""Folders of files that go behind a model's."""
+_UNPLANNED = "reward/", "clip_pairs/"
+"""Folders of files of other verbs than `train`."""
+_FIRST_LINE = re.compile(r"# \[([\w ]+)\] (.+)")
+_PAPER = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d+)?)")
+_END = re.compile(r"\. |:? +(?:flowalign|python) (?=[\w-]+ )")
+"""End of the first sentence: a full stop, or a command."""
+_MEMORY = "memory, about"
+
+
+@dataclass(frozen=True)
+class ShippedFile:
+    """Describes one run file of the package."""
+
+    name: str
+    """Path below configs/, without its ending."""
+    file: Path
+    """The file itself."""
+    label: Label
+    """What was done with it."""
+    about: str
+    """First sentence of its header."""
+    papers: tuple[str, ...]
+    """arXiv identifiers that its header and those of the files it extends name."""
+
+    @property
+    def complete(self) -> bool:
+        """Return whether it is a run by itself, and need not go behind a model's file."""
+        return self.name.partition("/")[0] not in _BEHIND
+
+
+def recipes() -> list[ShippedFile]:
+    """Return all run files of the package, by name."""
+    root = Path(bundled("configs/shapes.yaml")).parent
+    found = sorted(root.rglob("*.yaml"))
+    names = [file.relative_to(root).with_suffix("").as_posix() for file in found]
+    pairs = zip(names, found, strict=True)
+    return [read_recipe(n, file) for n, file in pairs if n.partition("/")[0] not in _NO_RUNS]
+
+
+def read_recipe(name: str, file: Path) -> ShippedFile:
+    """Read the label of a run file, in brackets at the start of its first line, and its header.
+
+    Raises:
+        ValueError: The first line has no label, or an unknown one.
+    """
+    line, header = file.read_text(encoding="utf-8").split("\n", 1)[0], _header(file)
+    first = _FIRST_LINE.match(line)
+    if first is None or first[1] not in get_args(Label):
+        allowed = ", ".join(f"[{label}]" for label in get_args(Label))
+        raise ValueError(f"{file}: the first line begins with none of {allowed}: {line[:60]}")
+    about = _END.split(header.partition("] ")[2], maxsplit=1)[0].rstrip(".:;")
+    extends = read_mapping(str(file)).get("extends", [])
+    bases = [extends] if isinstance(extends, str) else extends
+    named = [_PAPER.findall(_header(Path(bundled(base)))) for base in reversed(bases)]
+    papers = tuple(dict.fromkeys(sum(named, _PAPER.findall(header))))
+    label: Label = first[1]  # type: ignore[assignment]
+    return ShippedFile(name, file, label, about, papers)
+
+
+def _header(file: Path) -> str:
+    """Return the comments that begin a line, joined."""
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return " ".join(line.lstrip("# ") for line in lines if line.startswith("#"))
+
+
+def find_recipe(name: str) -> ShippedFile:
+    """Return the run file of this name; raise ValueError with similar ones for another."""
+    known = {one.name: one for one in recipes()}
+    name = name.removeprefix("configs/").removesuffix(".yaml")
+    if name not in known:
+        ends = [one for one in known if one.rpartition("/")[2] == name]
+        near = ends or difflib.get_close_matches(name, known, 3, cutoff=0.4)
+        meant = f";\ndid you mean {', '.join(near)}?" if near else ""
+        raise ValueError(f"there is no run file {name!r}; see flowalign recipes{meant}")
+    return known[name]
+
+
+def memory_of(recipe: ShippedFile) -> str:
+    """Return the memory that the plan of a run file estimates, or why there is none."""
+    if not recipe.complete:
+        return "that of the model before it"
+    if recipe.name.startswith(_UNPLANNED):
+        return "not planned"
+    try:
+        return plan(load(str(recipe.file))[0])[_MEMORY]
+    except ValueError as error:
+        return str(error).splitlines()[0]
+
+
+def copy_recipe(recipe: ShippedFile, out: Path) -> None:
+    """Copy a run file, with its comments; raise ValueError if there is such a file."""
+    if out.exists():
+        raise ValueError(f"{out} exists and is not overwritten; name another file by --out")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as partial:
+        partial.write_bytes(recipe.file.read_bytes())

@@ -1,0 +1,214 @@
+"""Wraps any flow-matching pipeline of diffusers as a policy, by its own unmodified `__call__`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowalign.types import Cond, ModelPlan, PositiveFloat, PositiveInt, Request, prompts_of
+from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.encoding import clips_of, digest
+from pipelines.estimates import kept_per_token
+from pipelines.folder import config_of
+from pipelines.intact import check_folder
+from pipelines.latent_map import LatentMap
+from pipelines.recorded import STATE, Layout, equal_calls
+from pipelines.replay import (
+    Step,
+    at_times,
+    first_of,
+    has_whole_times,
+    named_failures,
+    replaying,
+    stopped,
+)
+from pipelines.stock_call import autocast, recorded, rehearsed, run
+from pipelines.weights import Lora, prepare_training
+from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
+
+LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
+"""Default adapter: attention layers by the names that most transformers of diffusers have.
+
+Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
+"""
+_SHORT, _LONG = "a", "a red ball beside two cats"
+"""Prompts of different lengths, by which the layout of conditions is found."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """Says how the pipeline's `__call__` is called beside prompts, height and width."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `__call__` by name, such as guidance_scale, negative_prompt, num_frames or
+    max_sequence_length. What is not named has the pipeline's default."""
+    evaluations: PositiveInt = 1
+    """Network evaluations that the pipeline makes for a step: mostly 2 with guidance. `load`
+    counts them, and refuses another number."""
+    fps: PositiveFloat | None = None
+    """Frames per second of clips; null for pictures."""
+    decode_one: bool = False
+    """Decode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5 takes no
+    more."""
+
+
+class AnyFlow(DiffusersPolicy):
+    """Wraps any flow-matching pipeline that makes one state from a prompt, of one network.
+
+    The pipeline's `__call__` computes everything. What it encodes is recorded once per request and
+    returned to it again; with a scheduler of one time it gives the velocity, with one of no time
+    it decodes. States are those of the pipeline's sampler, packed where it packs. `load` makes two
+    steps and refuses a pipeline whose steps are not replayed.
+
+    It is the fallback where a family has no policy of its own, which is faster and whose plan
+    also has the memory of encoders and decoder. It takes no pictures.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 512,
+        width: PositiveInt = 512,
+        call: Call = Call(),
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(path, lora, precision, gradient_checkpointing)
+        self.height, self.width, self.call = height, width, call
+        self.evaluations_per_velocity, self.fps = call.evaluations, call.fps
+        self.num_frames = call.arguments.get("num_frames")
+        self.max_sequence_length = call.arguments.get("max_sequence_length", 512)
+        self.rehearsal: Any = None
+
+    def identify(self) -> None:
+        """Find the classes of pipeline and network, by configuration files."""
+        self.pipeline_class, self.transformer_class = wrapped_classes(self.path, self.part)
+        check_arguments(self.pipeline_class, self.call.arguments)
+
+    def plan(self) -> ModelPlan:
+        self.identify()
+        check_folder(self.pipeline_class, self.path, self.part, self.transformer_class.__name__, ())
+        latent_shape, _ = rehearsed(self, 2)
+        config = config_of(self.pipeline_class, self.path, self.part)
+        with torch.device("meta"):
+            denoiser = self.transformer_class.from_config(config)
+            total = sum(p.numel() for p in denoiser.parameters())
+            prepare_training(denoiser, self.lora)
+        tokens = self.num_tokens(latent_shape, config)
+        width = DTYPES[self.precision].itemsize
+        return ModelPlan(
+            latent_shape=latent_shape,
+            parameters=total,
+            trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
+            bytes_per_parameter=width,
+            activation_bytes=width * tokens * kept_per_token(denoiser, self.gradient_checkpointing),
+            sigmas=partial(self.sigmas, None),
+            decodes_together=not self.call.decode_one,
+        )
+
+    def load(self, device: torch.device) -> None:
+        self.read(device)
+        check_replay(self, _LONG)
+
+    def read(self, device: torch.device) -> None:
+        """Read the weights and find the layout of conditions, and check no step."""
+        self.identify()
+        super().load(device)
+        self.pipe.set_progress_bar_config(disable=True)
+        probes = [recorded(self, texts) for texts in ([_SHORT], [_LONG], [_LONG, _LONG])]
+        with named_failures(self.path, self.pipeline_class):
+            self.layout = Layout.of(*probes, longest=self.max_sequence_length)
+        self.blank = self.layout.kept(probes[:1])
+        self.state_dtype = first_of(dict(probes[0])[STATE]).dtype
+        self.whole_times = has_whole_times(self.pipe.scheduler)
+
+    def shape_of_latents(self, transformer: Any, vae: Any) -> tuple[int, ...]:  # noqa: ARG002
+        return rehearsed(self, 2)[0]
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
+        patch = transformer.get("patch_size", 1)
+        patch = prod(patch) if isinstance(patch, list | tuple) else patch**2
+        packed = len(latent_shape) == 2
+        places = latent_shape[0] if packed else prod(latent_shape[1:]) // patch
+        return places + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:  # noqa: ARG002
+        """Return the sigmas that the pipeline sets; one step goes from the first of them to 0."""
+        found = rehearsed(self, max(2, num_steps))[1]
+        return found[[0, -1]] if num_steps == 1 else found
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        prompts = prompts_of(requests)
+        apart = [[prompt] for prompt in prompts] if self.layout.ragged else [prompts]
+        return self.layout.kept([recorded(self, some) for some in apart])
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        groups = equal_calls(len(x), sigma, self.layout.lengths(cond))
+        found = [
+            self._velocity(x[rows], time, {name: value[rows] for name, value in cond.items()})
+            for rows, time in groups
+        ]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found)[torch.cat([rows for rows, _ in groups]).argsort()]
+
+    def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        scheduler = self.pipe.scheduler
+        time = sigma.reshape(1).float() * scheduler.config.num_train_timesteps
+        time = time.long() if self.whole_times else time
+        calls = self.layout.returned(cond, x.to(self.state_dtype))
+        others = {"scheduler": at_times(scheduler, time), **replaying(calls)}
+        with stopped() as stop, autocast(self):
+            run(self, len(x), others)
+        return stop.found.float()
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        rows = 1 if self.call.decode_one else max(1, len(x))
+        media = torch.cat([self.finish(some) for some in x.split(rows)])
+        return (media if media.ndim == 5 else media[:, None]).float()
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Run what the pipeline does after its last step."""
+        rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
+        others = replaying(self.layout.returned(rows, x))
+        others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
+        return run(self, len(x), others, "pt")
+
+    @torch.no_grad()
+    def embed(self, media: Tensor) -> Tensor:
+        media = media.to(self.pipe.vae.device, torch.float32)
+        clips = clips_of(media, self.num_frames or 1, self.height, self.width, self.path)
+        return LatentMap.of(self.pipe.vae, self.finish, self.latent_shape).encoded(clips)
+
+    def encoders(self) -> tuple[str, str]:
+        arguments = sorted(self.call.arguments.items())
+        kept = [tuple(one.shape[1:]) for one in self.blank.values()]  # some know the size
+        parts, text = sorted(self.pipe.components.items()), ""
+        tokenizers = [
+            vars(p).get("tokenizer", p) for n, p in parts if p and n.startswith("tokenizer")
+        ]
+        words = [sorted(one.get_vocab().items()) for one in tokenizers]
+        for name, part in parts:
+            if isinstance(part, nn.Module) and "encoder" in name:
+                config: Any = part.config
+                settings = self.precision, arguments, kept
+                text = digest(part, config.to_dict(), text, words, *settings)
+        vae = self.pipe.vae
+        return digest(vae, vae.config, self.height, self.width, *arguments), text
+
+    @torch.no_grad()
+    def difference(self, steps: Sequence[Step], prompt: str) -> float:
+        """Return how far replayed velocities are from a rollout's, relative to the largest."""
+        cond = self.encode([Request(prompt)])
+        found = [self.velocity(step.x.float(), step.sigma, cond) - step.v.float() for step in steps]
+        each = [
+            off.abs().max() / step.v.abs().max() for off, step in zip(found, steps, strict=True)
+        ]
+        return float(max(each))

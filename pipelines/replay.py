@@ -1,0 +1,285 @@
+"""Runs the stock `__call__` of a diffusers pipeline with some methods and the scheduler exchanged.
+
+The pipeline's own code then is the velocity, the schedule and the decoder, and nothing of it is
+written a second time.
+"""
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import DiffusionPipeline
+from torch import Tensor, nn
+
+from pipelines.folder import config_of, setting_of
+from pipelines.intact import parts_of
+from pipelines.recorded import STATE
+
+STAGES = (
+    "encode_prompt",
+    "encode_image",
+    STATE,
+    "prepare_image_latents",
+    "prepare_mask_latents",
+)
+"""Methods whose results are recorded once and returned again."""
+
+
+WAY_OUT = "use a policy of pipelines/ or write one, docs/tutorials/103_your_pipeline.md"
+_WITHOUT_WEIGHTS = "scheduler", "guider", "processor"
+"""Parts that constructors of pipelines use, and that hold no weights."""
+_FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError)
+"""What pipelines raise that do more, or other things, than is replayed."""
+
+
+class Reached(Exception):
+    """Stops a call where what was wanted of it is there."""
+
+    def __init__(self, found: Any = None):
+        super().__init__()
+        self.found = found
+
+
+@dataclass(frozen=True)
+class Step:
+    """Holds one step of a recorded rollout."""
+
+    x: Tensor
+    sigma: Tensor
+    v: Tensor
+
+
+class _Recorder:
+    """Makes Euler steps along the scheduler's own sigmas, and keeps them."""
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,
+        device: Any = None,
+        sigmas: Any = None,
+        mu: float | None = None,
+        timesteps: Any = None,
+    ) -> None:
+        given = {"sigmas": sigmas, "mu": mu, "timesteps": timesteps}
+        known = {name: value for name, value in given.items() if value is not None}
+        super().set_timesteps(num_inference_steps, device=device, **known)  # type: ignore[misc]
+        self.steps: list[Step] = []
+
+    def step(self, v: Tensor, _t: Any, x: Tensor, return_dict: bool = True, **_: Any) -> Any:  # noqa: ARG002 (their signature)
+        sigma, after = self.sigmas[len(self.steps) :][:2].to(x.device)  # type: ignore[attr-defined]
+        self.steps.append(Step(x, sigma, v))
+        return ((x.float() + (after - sigma) * v.float()).to(x.dtype),)
+
+
+class _Velocity:
+    """Has one time or none, and stops the call with the velocity at that time."""
+
+    times: Tensor
+
+    def set_timesteps(
+        self,
+        num_inference_steps: int | None = None,  # noqa: ARG002 (pipelines look for these names)
+        device: Any = None,
+        sigmas: Any = None,  # noqa: ARG002
+        mu: float | None = None,  # noqa: ARG002
+        timesteps: Any = None,  # noqa: ARG002
+    ) -> None:
+        self.timesteps = self.times.to(device)
+        self.sigmas = torch.cat([self.timesteps.float() / 1000, self.times.new_zeros(1).float()])
+        self.num_inference_steps = len(self.times)
+        self._step_index = self._begin_index = None
+
+    def step(self, v: Tensor, *_: Any, **__: Any) -> Any:
+        raise Reached(v)
+
+
+@cache
+def _mixed(mixin: type, kind: type) -> Any:
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
+
+
+def recorder(scheduler: Any) -> Any:
+    """Return a scheduler of the same configuration that keeps the Euler steps it makes."""
+    return _mixed(_Recorder, type(scheduler)).from_config(scheduler.config)
+
+
+def at_times(scheduler: Any, times: Tensor) -> Any:
+    """Return a scheduler that has these times, one or none, and stops with the velocity."""
+    made = _mixed(_Velocity, type(scheduler)).from_config(scheduler.config)
+    made.times = times
+    return made
+
+
+@contextmanager
+def exchanged(pipe: Any, others: Mapping[str, Any]) -> Iterator[None]:
+    """Give a pipeline other methods and components inside this context."""
+    kept = dict(vars(pipe))
+    vars(pipe).update(others)
+    try:
+        yield
+    finally:
+        vars(pipe).clear()
+        vars(pipe).update(kept)
+
+
+def call(pipe: Any, **arguments: Any) -> Any:
+    """Run the pipeline's `__call__` without its decorator, which switches gradients off."""
+    return inspect.unwrap(type(pipe).__call__)(pipe, **arguments)
+
+
+@dataclass
+class Recording:
+    """Keeps what the `STAGES` of a pipeline return during a call."""
+
+    pipe: Any
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def methods(self) -> dict[str, Callable[..., Any]]:
+        """Return the methods that keep their results."""
+        return {name: self._keeping(name) for name in STAGES if name in dir(type(self.pipe))}
+
+    def _keeping(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.pipe, name)
+
+        def keep(*given: Any, **named: Any) -> Any:
+            self.calls.append((name, method(*given, **named)))
+            return self.calls[-1][1]
+
+        return keep
+
+
+def replaying(calls: Sequence[tuple[str, Any]]) -> dict[str, Callable[..., Any]]:
+    """Return methods that give these results, each in the order in which it was called."""
+    results: dict[str, list[Any]] = {}
+    for name, result in calls:
+        results.setdefault(name, []).append(result)
+    return {name: _in_turn(found) for name, found in results.items()}
+
+
+def _in_turn(results: Sequence[Any]) -> Callable[..., Any]:
+    left = iter(results)
+    return lambda *_, **__: next(left)
+
+
+@contextmanager
+def stopped() -> Iterator[Reached]:
+    """Yield what later holds the velocity at which a call stops inside this context."""
+    stop = Reached()
+    try:
+        yield stop
+    except Reached as reached:
+        stop.found = reached.found
+
+
+@contextmanager
+def counting(network: nn.Module) -> Iterator[list[int]]:
+    """Yield a list that gets the number of rows of each evaluation inside this context."""
+    rows: list[int] = []
+
+    def count(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        state: Any = given[0] if given else named.get("hidden_states", named.get("x"))
+        rows.append(len(state))
+
+    handle = network.register_forward_pre_hook(count, with_kwargs=True)
+    try:
+        yield rows
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def named_failures(path: str, cls: type) -> Iterator[None]:
+    """Turn the failure of a call into one line that names the pipeline and the way out."""
+    try:
+        yield
+    except _FAILURES as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ValueError(
+            f"{path} ({cls.__name__}) cannot be replayed: {type(error).__name__}: {reason}; "
+            + WAY_OUT
+        ) from error
+
+
+@contextmanager
+def stopping(network: nn.Module) -> Iterator[None]:
+    """Stop a call where it would evaluate a network, inside this context."""
+
+    def stop(*_: Any) -> None:
+        raise Reached
+
+    handle = network.register_forward_pre_hook(stop, prepend=True)  # before those that count
+    try:
+        yield
+    except Reached:
+        pass
+    finally:
+        handle.remove()
+
+
+def dry(cls: type[DiffusionPipeline], path: str, part: str) -> Any:
+    """Build a pipeline from configurations: networks on the meta device, no encoder, all on CPU.
+
+    Its `encode_prompt` gives as many tensors as its `__call__` unpacks.
+    """
+    on_cpu = {"_execution_device": property(lambda _: torch.device("cpu"))}
+    kind: Any = type(cls.__name__, (cls,), on_cpu)
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    components = dict.fromkeys(p.name for p in parameters if p.default is p.empty)
+    for name, (library, class_name) in parts_of(cls, path).items():
+        if name in (part, "vae"):
+            with torch.device("meta"):
+                made = getattr(diffusers, class_name).from_config(config_of(cls, path, name))
+            components[name] = made.eval()
+        elif name in _WITHOUT_WEIGHTS:
+            known = getattr(importlib.import_module(library), class_name)
+            components[name] = known.from_pretrained(path, subfolder=name)
+    settings = {p.name: setting_of(cls, path, p.name) for p in parameters}
+    plain = {n: s for n, s in settings.items() if s is not None and not isinstance(s, list)}
+    pipe = kind(**components | plain)
+    pipe.set_progress_bar_config(disable=True)
+    texts = (torch.ones(1, 1, 1),) * _num_texts(cls)
+    vars(pipe)["encode_prompt"] = lambda *_, **__: texts
+    return pipe
+
+
+def _num_texts(cls: type) -> int:
+    """Return into how many values `__call__` unpacks what `encode_prompt` returns."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__call__)))
+    counts = [
+        len(node.targets[0].elts)
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Tuple)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+        and node.value.func.attr == "encode_prompt"
+    ]
+    if not counts:
+        raise ValueError(f"{cls.__name__} does not call encode_prompt")
+    return counts[0]
+
+
+def has_whole_times(scheduler: Any) -> bool:
+    """Return whether a scheduler's times are integers."""
+    probe = recorder(scheduler)
+    probe.set_timesteps(2, **({"mu": 0.5} if scheduler.config.get("use_dynamic_shifting") else {}))
+    return not probe.timesteps.is_floating_point()
+
+
+def first_of(result: Any) -> Any:
+    """Return the initial state among what `prepare_latents` returns."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def accepted(cls: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that the `__call__` of a pipeline has."""
+    known = inspect.signature(cls.__call__).parameters
+    return {name: value for name, value in arguments.items() if name in known}

@@ -1,0 +1,99 @@
+"""Calls the pipeline of an `AnyFlow`, whole or in part, with its settings and its network."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pipelines.recorded import STATE, Calls
+from pipelines.replay import (
+    Recording,
+    Step,
+    accepted,
+    call,
+    counting,
+    dry,
+    exchanged,
+    first_of,
+    named_failures,
+    recorder,
+    stopping,
+)
+from pipelines.weights import DTYPES
+
+if TYPE_CHECKING:
+    from pipelines.any_flow import AnyFlow
+
+
+def recorded(policy: "AnyFlow", prompts: Sequence[str]) -> Calls:
+    """Return what the pipeline encodes for these prompts, in a call that stops at the network.
+
+    Initial noise is recorded as well, and not used.
+    """
+    recording = Recording(policy.pipe)
+    others = {"scheduler": recorder(policy.pipe.scheduler), **recording.methods()}
+    with named_failures(policy.path, policy.pipeline_class), stopping(policy.denoiser):
+        run(policy, prompts, others)
+    return recording.calls
+
+
+def run(
+    policy: "AnyFlow",
+    prompts: Sequence[str] | int,
+    others: Mapping[str, Any],
+    output_type: str = "latent",
+    num_steps: int = 2,
+) -> Any:
+    """Call the pipeline on prompts, or on so many, with other methods and components."""
+    texts = [""] * prompts if isinstance(prompts, int) else list(prompts)
+    with exchanged(policy.pipe, {**others, policy.part: policy.denoiser}):
+        return call(policy.pipe, **_arguments(policy, texts, output_type, num_steps))[0]
+
+
+@torch.no_grad()
+def rollout(policy: "AnyFlow", prompts: Sequence[str], num_steps: int) -> tuple[list[Step], int]:
+    """Return the steps that the pipeline makes by itself, and how many rows it evaluates."""
+    scheduler = recorder(policy.pipe.scheduler)
+    with counting(policy.denoiser) as rows, autocast(policy):
+        run(policy, prompts, {"scheduler": scheduler}, num_steps=num_steps)
+    return scheduler.steps, sum(rows)
+
+
+def autocast(policy: "AnyFlow") -> Any:
+    """Compute in the run's precision inside this context."""
+    dtype = DTYPES[policy.precision]
+    return torch.autocast(policy.pipe.vae.device.type, dtype, enabled=policy.precision != "fp32")
+
+
+def _arguments(
+    policy: "AnyFlow", prompts: list[str], output_type: str, num_steps: int = 2
+) -> dict[str, Any]:
+    given = {
+        "prompt": prompts,
+        "height": policy.height,
+        "width": policy.width,
+        "num_inference_steps": num_steps,
+        "generator": torch.Generator().manual_seed(0),
+        "output_type": output_type,
+        "return_dict": False,
+    }
+    return accepted(policy.pipeline_class, given) | dict(policy.call.arguments)
+
+
+def rehearsed(policy: "AnyFlow", num_steps: int) -> tuple[tuple[int, ...], Tensor]:
+    """Return the shape of a state and the sigmas, of a call without weights."""
+    if policy.rehearsal is None:
+        with named_failures(policy.path, policy.pipeline_class):
+            policy.rehearsal = dry(policy.pipeline_class, policy.path, policy.part)
+    pipe, recording = policy.rehearsal, Recording(policy.rehearsal)
+    scheduler = recorder(pipe.scheduler)
+    network = vars(pipe)[policy.part]
+    with (
+        named_failures(policy.path, policy.pipeline_class),
+        stopping(network),
+        exchanged(pipe, {"scheduler": scheduler, **recording.methods()}),
+    ):
+        call(pipe, **_arguments(policy, [""], "latent", num_steps))
+    state = first_of(dict(recording.calls)[STATE])
+    return tuple(state.shape[1:]), scheduler.sigmas.clone()

@@ -1,0 +1,234 @@
+"""`flowalign export` writes what other programs load, and publishes it; refusals are short."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+from diffusers import StableDiffusion3Pipeline
+
+from flowalign.cli.main import main
+from flowalign.utils.hub import check_publishing
+from tests.fixtures.embedded import move, new_sd3
+
+PUBLISH = ["--push-to-hub", "ann/red-circles", "--license", "apache-2.0"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """The directory of a finished run of the embedded model, with averaged weights."""
+    folder = tmp_path_factory.mktemp("runs") / "shapes"
+    checkpoint = folder / "checkpoints" / "step-000003"
+    settings = yaml.safe_load(Path("configs/shapes.yaml").read_text())
+    settings["policy"]["init_args"]["lora"] = {"rank": 3, "alpha": 6}
+    (checkpoint / "state").mkdir(parents=True)
+    policy = new_sd3(lora=_lora())
+    policy.save_weights(str(checkpoint))
+    move(policy)
+    policy.save_weights(str(checkpoint / "ema"))
+    (checkpoint / "config.yaml").write_text(yaml.safe_dump(settings))
+    sizes = {
+        str(f.relative_to(checkpoint)): f.stat().st_size
+        for f in checkpoint.rglob("*")
+        if f.is_file()
+    }
+    (checkpoint / "manifest.json").write_text(json.dumps(sizes))
+    (folder / "samples").mkdir()
+    (folder / "samples" / "step-000003.png").write_bytes(b"a grid")
+    summary = {"status": "finished", "steps": 3, "seed": 7, "seconds": 12.5}
+    summary |= {"before": {"eval/strict": 0.25}, "after": {"eval/strict": 0.75}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def _lora():
+    from pipelines.weights import Lora
+
+    return Lora(rank=3, alpha=6)
+
+
+def told(capsys, *words: object) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["export", *map(str, words)])
+    said = capsys.readouterr().err
+    return ended.value.code, " ".join(said.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["diffusers", "peft", "comfyui", "merged"])
+def test_an_export_is_a_folder_with_weights_settings_grid_and_card(run, tmp_path, capsys, target):
+    out = tmp_path / "out"
+    code, said = told(capsys, run, "--to", target, "--dtype", "bf16", "--out", out)
+    assert code == 0, said
+    read_back = "no loader" if target == "comfyui" else "read back it is off by 0.0e+00"
+    assert f"step-000003/ema; {read_back}" in said
+    files = {f.name for f in out.iterdir()}
+    assert files >= {"README.md", "flowalign.yaml", "samples.png"}
+    assert {
+        "diffusers": "pytorch_lora_weights.safetensors",
+        "peft": "adapter_model.safetensors",
+        "comfyui": "comfyui_lora.safetensors",
+        "merged": "model_index.json",
+    }[target] in files
+    _, front, text = (out / "README.md").read_text().split("---\n", 2)
+    about = yaml.safe_load(front)
+    assert about["base_model"] == "assets/shapes/sd3"
+    assert about["library_name"] == "diffusers"
+    assert ("lora" in about["tags"]) == (target != "merged")
+    assert "| eval/strict | 0.2500 | 0.7500 |" in text
+    assert "one run with seed 7" in text
+    assert "flowalign.training.PolicyGradient" in text
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.slow
+def test_the_card_s_code_loads_the_weights(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert told(capsys, run, "--out", out)[0] == 0
+    code = (out / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    names: dict = {}
+    exec(code.replace("PATH", str(out)), names)
+    assert isinstance(names["pipe"], StableDiffusion3Pipeline)
+    assert names["pipe"].get_active_adapters() == ["default_0"]
+
+
+@pytest.fixture
+def _reads_nothing(monkeypatch):
+    monkeypatch.setattr("pipelines.base.load_pipeline", lambda *_, **__: pytest.fail("weights"))
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "assets/shapes_video/wan"], "is no StableDiffusion3Pipeline folder"),
+        (["--model", "assets/golden/I_sd3_pipeline"], "size 32x32|does not fit the SD3Transformer"),
+        (["--out", "assets"], "assets exists and is not overwritten"),
+        (["--push-to-hub", "ann/x"], "--push-to-hub needs --license"),
+        (["--push-to-hub", "x", "--license", "mit"], "is no name of a model, such as owner/name"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_weights_are_read(run, capsys, words, message):
+    import re
+
+    code, said = told(capsys, run, *words)
+    assert code == 2
+    assert re.search(message, said), said
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_a_folder_without_a_checkpoint_and_a_damaged_one_are_refused(run, tmp_path, capsys):
+    assert "neither the directory of a run nor" in told(capsys, tmp_path)[1]
+    shutil.copytree(run, tmp_path / "copy")
+    (tmp_path / "copy/checkpoints/step-000003/ema/adapter_model.safetensors").write_bytes(b"")
+    assert "is damaged: ema/adapter_model" in told(capsys, tmp_path / "copy")[1]
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_without_a_token_or_a_hub_nothing_is_exported(run, capsys, monkeypatch):
+    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: None)
+    code, said = told(capsys, run, *PUBLISH)
+    assert (code, "no token for the Hugging Face hub: hf auth login" in said) == (2, True)
+    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: "a token")
+    monkeypatch.setattr("flowalign.utils.hub.HfApi", _unreachable)
+    code, said = told(capsys, run, *PUBLISH)
+    assert (code, "hub could not be reached" in said) == (2, True)
+
+
+def _unreachable():
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint="http://127.0.0.1:9", token="a token")
+
+
+class Hub:
+    """A stand-in of the hub's API in a thread: who asks, which repositories, which commits."""
+
+    def __init__(self, status: int = 200):
+        self.asked: list[tuple[str, str]] = []
+        self.commits: list[bytes] = []
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                self.answer(b"")
+
+            def do_POST(self):
+                self.answer(self.rfile.read(int(self.headers["Content-Length"])))
+
+            def answer(self, body: bytes) -> None:
+                hub.asked.append((self.command, self.path))
+                if "/commit/" in self.path:
+                    hub.commits.append(body)
+                content = json.dumps(hub.reply(self.path, body)).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_):
+                """Say nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def reply(self, path: str, body: bytes) -> dict:
+        if path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            kept = [
+                {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+            ]
+            return {"files": kept}
+        if "/commit/" in path:
+            return {
+                "commitUrl": f"{self.url}/ann/red-circles/commit/{'0' * 40}",
+                "commitOid": "0" * 40,
+                "success": True,
+            }
+        return {"name": "ann", "url": f"{self.url}/ann/red-circles", "type": "user", "orgs": []}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    stand_in = Hub()
+    _connect(monkeypatch, stand_in)
+    yield stand_in
+    stand_in.server.shutdown()
+
+
+def _connect(monkeypatch, stand_in: Hub) -> None:
+    from huggingface_hub import HfApi
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("flowalign.utils.hub.get_token", lambda: "a token")
+    monkeypatch.setattr(
+        "flowalign.utils.hub.HfApi", lambda: HfApi(endpoint=stand_in.url, token="a token")
+    )
+
+
+@pytest.mark.slow
+def test_publishing_creates_the_model_and_commits_every_file_of_the_folder(
+    run, tmp_path, capsys, hub
+):
+    out = tmp_path / "out"
+    code, said = told(capsys, run, "--out", out, *PUBLISH)
+    assert code == 0, said
+    assert f"published: {hub.url}/ann/red-circles" in said
+    assert ("POST", "/api/repos/create") in hub.asked
+    (commit,) = hub.commits
+    paths = {json.loads(line)["value"].get("path") for line in commit.splitlines()}
+    assert paths >= {f.name for f in out.iterdir()}
+    assert "license: apache-2.0" in (out / "README.md").read_text()
+
+
+def test_a_token_that_the_hub_does_not_know_is_refused(monkeypatch):
+    stand_in = Hub(status=401)
+    _connect(monkeypatch, stand_in)
+    with pytest.raises(ValueError, match="does not let this token publish ann/x: hf auth login"):
+        check_publishing("ann/x")
+    stand_in.server.shutdown()

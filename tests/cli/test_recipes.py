@@ -1,0 +1,81 @@
+"""Every run file says what was done with it, and `flowalign recipes` lists and copies them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flowalign.cli.main import main
+from flowalign.runs.recipes import memory_of, read_recipe, recipes
+
+RUN_FILES = sorted(file for file in Path("configs").rglob("*.yaml") if file.parts[1] != "rewards")
+NAMES = {one.name: one for one in recipes()}
+
+
+def told(capsys, *words: str) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["recipes", *words])
+    said = capsys.readouterr()
+    return ended.value.code, said.out, said.err
+
+
+@pytest.mark.parametrize("file", RUN_FILES, ids=str)
+def test_every_run_file_has_a_label_and_says_what_it_is(file):
+    recipe = NAMES[file.relative_to("configs").with_suffix("").as_posix()]
+    assert recipe.label in ("run on a GPU", "run on CPU", "checked only")
+    assert len(recipe.about) > 10
+    assert not recipe.about.startswith("[")
+    assert file.read_text().count(f"[{recipe.label}]") == 1
+
+
+def test_nothing_that_needs_a_gpu_is_said_to_have_run():
+    """No run on a GPU was made yet; whoever makes one changes label and README together."""
+    ran = [one for one in recipes() if one.label != "checked only"]
+    assert {one.label for one in ran} == {"run on CPU"}
+    assert not [one.name for one in ran if re.search("on GPUs|sd35|flux1|wan2|qwen", one.name)]
+    assert [one.name for one in ran if "on GPUs" in one.file.read_text()] == []
+    assert "*Run on GPU*: nothing yet" in Path("README.md").read_text()
+
+
+@pytest.mark.parametrize("line", ["# A run.", "# [run on TPU] A run.", "policy: 1"])
+def test_a_first_line_without_a_label_is_refused(tmp_path, line):
+    (tmp_path / "run.yaml").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"run.yaml: the first line begins with none of \[run on"):
+        read_recipe("run", tmp_path / "run.yaml")
+
+
+def test_the_list_has_label_source_and_what_it_is(capsys):
+    code, out, _ = told(capsys, "shapes")
+    assert code == 0
+    text = " ".join(out.replace("│", " ").split())
+    assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on the embedded shapes model" in text
+    assert "shapes_edit [checked only]" in text
+    assert "arXiv:2508.04324" in text
+    assert NAMES["credit/shapes/mixgrpo"].papers[0] == "2507.21802v7"
+    assert "credit/shapes/mixgrpo" not in text
+
+
+def test_a_copy_is_the_file_with_its_comments_and_replaces_nothing(capsys, tmp_path):
+    out = tmp_path / "mine" / "run.yaml"
+    code, _, said = told(capsys, "credit/shapes/mixgrpo", "--out", str(out))
+    assert code == 0
+    assert f"flowalign check {out}" in said
+    assert out.read_text() == Path("configs/credit/shapes/mixgrpo.yaml").read_text()
+    code, _, said = told(capsys, "credit/shapes/mixgrpo", "--out", str(out))
+    assert code == 2
+    assert "exists and is not overwritten" in said
+
+
+def test_an_unknown_name_is_refused_with_those_that_are_near(capsys):
+    code, _, said = told(capsys, "mixgrpo", "--out", "x.yaml")
+    assert code == 2
+    assert "no run file 'mixgrpo'" in said
+    assert "credit/shapes/mixgrpo" in " ".join(said.split())
+    assert len(said.splitlines()) <= 5
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_plan_or_a_reason():
+    assert " per process" in memory_of(NAMES["shapes"])
+    assert memory_of(NAMES["methods/rloo"]) == "that of the model before it"
+    assert memory_of(NAMES["clip_pairs/shapes_video"]) == "not planned"
