@@ -5,8 +5,8 @@
 An autoencoder exists: that of the embedded text-to-image model. A FluxTransformer2DModel and both
 text encoders, T5 for the words and CLIP for the whole, learn the latents of edited pictures by
 conditional flow matching, with the tokens of the source appended as FLUX.1 Kontext has it. The
-*unseen* combinations never occur. Training stops early, well before every second edit is right, so
-that alignment has something to do.
+*unseen* combinations never occur. As in collected data, in a share of the pairs nothing was edited,
+so the model returns a source unchanged about as often: alignment has something to do.
 """
 
 import argparse
@@ -171,7 +171,9 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
     start, mean = time.time(), 1.0
     for step in range(args.steps):
         pick = torch.randint(len(target), (args.batch,), generator=generator)
-        data, noise = target[pick], torch.randn(target[pick].shape, generator=generator)
+        failed = torch.rand(args.batch, 1, 1, generator=generator) < args.unedited
+        data = torch.where(failed, source[pick], target[pick])
+        noise = torch.randn(data.shape, generator=generator)
         sigma = torch.rand(args.batch, generator=generator)  # the noisy end decides what is done
         share = sigma[:, None, None]
         text = editor.embed(ids[pick])
@@ -186,8 +188,8 @@ def train(pipe: FluxKontextPipeline, some: list[Edit], args: argparse.Namespace)
         mean += 0.01 * (loss.item() - mean)
         if step % 200 == 0:
             log("flow", step, args.steps, start, mean)
-        if step and step % 250 == 0 and accuracy(pipe, average, "train") >= args.headroom:
-            break
+        if step and step % 500 == 0:
+            accuracy(pipe, average, "train")
     editor.load_state_dict(average.state_dict())
     editor.eval()
 
@@ -234,14 +236,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--edits", type=int, default=12_000)
     parser.add_argument("--vae", type=Path, default=HERE.parent / "shapes" / "sd3")
-    parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=96)
     parser.add_argument("--double-layers", type=int, default=1)
     parser.add_argument("--single-layers", type=int, default=4)
     parser.add_argument(
-        "--headroom", type=float, default=0.45, help="stop once this strict accuracy is reached"
+        "--unedited", type=float, default=0.4, help="share of the pairs whose result is the source"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -113,8 +113,8 @@ def test_the_policy_makes_of_the_committed_pipeline_what_plain_diffusers_makes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("split", "low", "high"), [("seen", 0.4, 0.7), ("unseen", 0.3, 0.6)])
-def test_the_committed_pipeline_edits_about_half_of_the_held_out_requests_right(split, low, high):
+@pytest.mark.parametrize("split", ["seen", "unseen"])
+def test_the_committed_pipeline_edits_about_a_fifth_of_the_held_out_requests_right(split):
     """Which leaves room for alignment."""
     requests = read_requests(str(ASSETS / f"requests/{split}.jsonl"))
     generator = torch.Generator().manual_seed(0)
@@ -124,7 +124,7 @@ def test_the_committed_pipeline_edits_about_half_of_the_held_out_requests_right(
     batch = MediaBatch(made[:, None], prompts_of(requests), scenes, references=sources)
     verifier = ShapesEditVerifier()
     means = dict(zip(verifier.spec.dims, verifier.score(batch).values.mean(0), strict=True))
-    assert low < means["strict"] < high
+    assert 0.12 < means["strict"] < 0.3
     assert 0.8 < means["kept"] < 1
 
 
