@@ -25,7 +25,7 @@ class Alarm:
     least_sharpness: UnitInterval = 0.7
     """Smallest sharpness; 0: any. A Gaussian blur of .5 pixels leaves the embedded model .47."""
     most_sharpness: Annotated[float, Range(least=1)] = 1.5
-    """Largest sharpness. Guidance 2.5 takes the embedded model to 1.21, noise of std .05 to 2.06."""
+    """Largest sharpness. Guidance 2.5 takes the embedded model to 1.21, noise of .05 to 2.06."""
 
     def __post_init__(self) -> None:
         """Reject bounds that no run keeps."""

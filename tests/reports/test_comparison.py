@@ -203,6 +203,31 @@ def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, m
     assert (folder / link[1]).resolve() == (tmp_path / "compare.html").resolve()
 
 
+def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
+    """Ends .5, .8 and .7, .9: variances .045 and .02, freedom 2, so sqrt(.0325) sqrt(2 / 2)."""
+    result = compare("strict", [PLAIN, DENSE])
+    assert result.fewest_seeds == 2
+    assert result.smallest_final == pytest.approx((4.30265 + 1.06066) * math.sqrt(0.0325))
+    # 15 trajectories: .4, .5 and .7, .9, each a half step of 10 from the evaluation before.
+    at = (4.30265 + 1.06066) * math.sqrt((0.005 + 0.02) / 2)
+    assert result.smallest["trajectories"] == pytest.approx(at)
+    page_of = page("runs", result)
+    assert f'<td class="n" data-name="15 trajectories">{at:.3f}</td>' in page_of
+    assert f"({result.smallest_final:.3f} after training)" in page_of
+
+
+def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
+    folder = tmp_path / "dense" / "seed1"
+    folder.mkdir(parents=True)
+    told = {"alarms": {"diversity": "after 15 steps diversity is 0.3"}}
+    (folder / "summary.json").write_text(json.dumps(told))
+    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
+    content = (tmp_path / "compare.html").read_text()
+    assert "Alarm: dense seed 1: after 15 steps diversity is 0.3." in content
+
+
 def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():
     content = page("runs", compare("strict", [PLAIN, DENSE]))
     assert set(re.findall(r'(?:src|href)="(.{12})', content)) == {"data:image/s"}

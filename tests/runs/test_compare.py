@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from PIL import Image
 from flowalign.cli import main as cli
 from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
-from flowalign.reports.comparison_page import spent_by_all
+from flowalign.reports.comparison_chart import spent_by_all
 from flowalign.runs import compare as comparing
 from flowalign.runs import steps
 from flowalign.runs.compare import Request, compare, curve, held_out
@@ -576,7 +577,7 @@ def test_costs_that_a_run_never_had_are_not_compared():
         "seconds": 1.5,
         "trajectories": 64.0,
     }
-    comparison = Comparison("strict", budgets, ())
+    comparison = Comparison("strict", budgets, (), 0, math.nan, {})
     assert spent_by_all(comparison, AXES) == ["network_evaluations", "seconds", "trajectories"]
-    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), ())
+    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), (), 0, math.nan, {})
     assert spent_by_all(nothing, AXES) == list(AXES)
