@@ -147,10 +147,15 @@ def seed_statistics(values: Sequence[float]) -> SeedStatistics:
 
 
 def value_at(run: Curve, axis: Axis, budget: float) -> float:
-    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent."""
+    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent.
+
+    Up to the cost of the evaluation before training, such as the seconds in which the run was
+    opened, it is the value of the model before training.
+    """
     costs = [point.costs[axis] for point in run.points]
     values = [point.value for point in run.points]
-    return float(np.interp(budget, costs, values, left=math.nan, right=math.nan))
+    first = values[0] if run.points[0].step == 0 else math.nan
+    return float(np.interp(budget, costs, values, left=first, right=math.nan))
 
 
 def common_budget(methods: Sequence[Method], axis: Axis) -> float:

@@ -95,6 +95,14 @@ def test_a_run_has_no_value_beyond_what_it_spent():
     assert math.isnan(value_at(PLAIN.runs[0], "trajectories", 20.5))
 
 
+def test_a_run_that_was_still_opening_has_the_value_before_training():
+    """Opened in 5 seconds. Without an evaluation before training there is no such value."""
+    costs = {"seconds": 5.0}, {"seconds": 25.0}
+    points = tuple(Point(i, (0.2, 0.6)[i], math.nan, costs[i]) for i in range(2))
+    assert value_at(Curve(0, points), "seconds", 4.0) == 0.2
+    assert math.isnan(value_at(Curve(0, points[1:]), "seconds", 4.0))
+
+
 @pytest.mark.parametrize(
     ("axis", "budget"),
     [("trajectories", 15), ("reward_calls", 20.0), ("network_evaluations", 105), ("seconds", 90)],

@@ -284,6 +284,63 @@ def test_methods_that_end_alike_are_both_named(finished, tmp_path, nothing_runs)
     assert "plain and fast lead with 0.600" in page
 
 
+@pytest.fixture
+def family(write, tmp_path):
+    """A method of each family on the same prompts: policy gradients, matching, and pairs."""
+
+    def matching(name, data, **settings):
+        data = {"prompts": str(tmp_path / "train.txt"), "prompts_per_step": P} | data
+        kind = f"flowalign.training.matching.{'ScoredGroups' if 'sampling' in data else 'Rollouts'}"
+        recipe = {"data": {"class_path": kind, "init_args": data}, "micro_batch": P * S}
+        recipe = {"class_path": "flowalign.training.Matching", "init_args": recipe | settings}
+        return write(name, recipe=recipe)
+
+    groups = {"sampling": {"num_steps": 3, "samples_per_prompt": S}}
+    return [
+        write("grpo"),
+        matching(
+            "nft",
+            groups,
+            loss={"class_path": "flowalign.losses.NFT"},
+            old={"decay": 0.5},
+            times={"class_path": "flowalign.training.matching.Uniform"},
+            times_per_sample=2,
+        ),
+        matching("dpo", {"samples_per_prompt": S, "num_steps": 3}),
+    ]
+
+
+def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, here, capsys):
+    """Really trained, two steps each, with P S = 6 samples of 3 evaluations a step.
+
+    GRPO evaluates the 3 transitions of each once more; NFT both networks at 2 levels; DPO
+    both networks on both pictures of P pairs. Pairs are fewer than trajectories, and said so.
+    """
+    argv = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--metric", "redness"]
+    assert command_line(*family, *argv) == 0
+    content = json.loads((tmp_path / "out" / "compare.json").read_text())
+    costs = [row["costs"] for row in content["rows"]]
+    assert [c["reward_calls"] for c in costs] == [2 * P * S] * 3
+    spent = [2 * P * (S * 3 + S * 3), 2 * P * (S * 3 + S * 2 * 2), 2 * P * (S * 3 + 2 * 2)]
+    assert [c["network_evaluations"] for c in costs] == spent
+    assert [c["trajectories"] for c in costs] == [2 * P * S, 2 * P * S, 2 * P]
+    budgets = content["budgets"]
+    assert budgets["network_evaluations"] == min(spent)
+    assert budgets["reward_calls"] == 2 * P * S
+    assert 0 < budgets["seconds"] <= min(c["seconds"] for c in costs)
+    printed = capsys.readouterr()
+    printed = printed.out + printed.err
+    for what in ("after training", "12 reward calls", f"{min(spent)} network", "seconds"):
+        assert what in printed
+    page = (tmp_path / "out" / "compare.html").read_text()
+    for axis in ("reward calls", "network evaluations", "seconds"):
+        assert page.count(f'<th class="n">{axis}</th>') == 2, "costs, and to reach the baseline"
+    assert "pairs where a method learns from pairs" in page
+    smallest = content["smallest"]
+    assert all(smallest[axis] > 0 for axis in ("reward_calls", "network_evaluations", "seconds"))
+    assert printed.count("smallest difference seen") == 4
+
+
 def test_one_seed_is_allowed_and_said_to_support_no_claim(finished, tmp_path, nothing_runs):
     compare(request(*finished, out=tmp_path / "out", seeds=[1]), quiet)
     assert (
