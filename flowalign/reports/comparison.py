@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from flowalign.reports.power import smallest_difference
+
 Axis = Literal["reward_calls", "network_evaluations", "seconds", "trajectories"]
 AXES: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds", "trajectories")
 
@@ -99,6 +101,12 @@ class Comparison:
     budgets: dict[Axis, float]
     """Largest cost that every run of every method reached, by axis."""
     rows: tuple[Row, ...]
+    fewest_seeds: int
+    """Seeds of the method that has the fewest."""
+    smallest_final: float
+    """Smallest true difference after training that the seeds would show; NaN for one seed each."""
+    smallest: dict[Axis, float]
+    """The same at the largest cost that every run reached, by axis."""
 
 
 def compare(metric: str, methods: Sequence[Method]) -> Comparison:
@@ -120,7 +128,14 @@ def compare(metric: str, methods: Sequence[Method]) -> Comparison:
         )
         for method, mine in zip(methods, bands, strict=True)
     ]
-    return Comparison(metric, budgets, tuple(rows))
+    return Comparison(
+        metric=metric,
+        budgets=budgets,
+        rows=tuple(rows),
+        fewest_seeds=min(len(row.method.runs) for row in rows),
+        smallest_final=smallest_difference([row.final.values for row in rows]),
+        smallest={a: smallest_difference([r.at_budget[a].values for r in rows]) for a in AXES},
+    )
 
 
 def seed_statistics(values: Sequence[float]) -> SeedStatistics:
@@ -132,10 +147,15 @@ def seed_statistics(values: Sequence[float]) -> SeedStatistics:
 
 
 def value_at(run: Curve, axis: Axis, budget: float) -> float:
-    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent."""
+    """Return the value at a cost, linear between evaluations; NaN beyond what the run spent.
+
+    Up to the cost of the evaluation before training, such as the seconds in which the run was
+    opened, it is the value of the model before training.
+    """
     costs = [point.costs[axis] for point in run.points]
     values = [point.value for point in run.points]
-    return float(np.interp(budget, costs, values, left=math.nan, right=math.nan))
+    first = values[0] if run.points[0].step == 0 else math.nan
+    return float(np.interp(budget, costs, values, left=first, right=math.nan))
 
 
 def common_budget(methods: Sequence[Method], axis: Axis) -> float:

@@ -10,34 +10,24 @@ from typing import Any
 
 from PIL import Image
 
-from flowalign.reports.charts import Drawing, data_address, framed, style
-from flowalign.reports.comparison import AXES, Axis, Band, Comparison, Row, SeedStatistics, leads
-from flowalign.reports.hover import hover
+from flowalign.reports.charts import data_address
+from flowalign.reports.comparison import AXES, Axis, Comparison, Row, SeedStatistics, leads
+from flowalign.reports.comparison_chart import (
+    DRAWN,
+    chart,
+    is_cut,
+    picture,
+    spent_by_all,
+    swatch,
+    words,
+)
 from flowalign.reports.pages import render
+from flowalign.reports.records import read_json
 from flowalign.reports.run_report import COMPARISON_LINK, write_report
 from flowalign.utils.files import atomic_write, write_text
 
-DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
-COLOURS = (
-    "#1c1c1c",
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#56b4e9",
-    "#b8860b",
-    "#882255",
-    "#808080",
-)
-"""Colours of Okabe and Ito, told apart without red or green, the yellow darkened; the baseline is
-black."""
-DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
-"""Lengths of dashes and gaps, in line widths."""
 _CREDIT_WIDTH = 900
 """Width in pixels to which credit charts are reduced."""
-_CUT = 3.0
-"""Multiple of the common budget at which horizontal axes end; beyond, there is nothing to
-compare."""
 
 
 def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] = ()) -> None:
@@ -50,7 +40,8 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
         partial.write_bytes(drawn)
     credit_charts, links = credit_pictures(out, comparison), reports_of_runs(out, comparison)
     name = out.resolve().name
-    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links))
+    alarms = alarms_of_runs(out, comparison)
+    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links, alarms))
     for link in links.values():  # runs that ended before there was a comparison to link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
@@ -63,16 +54,31 @@ def reports_of_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], 
     return {run: link for run, link in links.items() if (out / link).is_file()}
 
 
+def alarms_of_runs(out: Path, comparison: Comparison) -> list[str]:
+    """Return the alarms of the runs, each with its method and seed."""
+    return [
+        f"{row.method.name} seed {run.seed}: {text}"
+        for row in comparison.rows
+        for run in row.method.runs
+        for text in (
+            read_json(out / row.method.name / f"seed{run.seed}" / "summary.json").get("alarms")
+            or {}
+        ).values()
+    ]
+
+
 def page(
     name: str,
     comparison: Comparison,
     missing: Sequence[str] = (),
     credit_charts: Sequence[tuple[str, str]] = (),
     links: Mapping[tuple[str, int], str] | None = None,
+    alarms: Sequence[str] = (),
 ) -> str:
     """Render the self-contained page.
 
-    `credit_charts` are methods with the URLs of their charts, `links` the addresses of reports.
+    `credit_charts` are methods with the URLs of their charts, `links` the addresses of reports,
+    `alarms` what runs said of their pictures.
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
@@ -90,7 +96,8 @@ def page(
         verdict=verdict(comparison),
         caution=caution(comparison),
         missing=missing,
-        cut=[words(axis) for axis in drawn if _is_cut(comparison, axis)],
+        alarms=alarms,
+        cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
         charts=[(axis, chart(comparison, axis)) for axis in drawn],
         looks=[swatch(i) for i in range(len(comparison.rows))],
         diverse=any(math.isfinite(row.diversity.mean) for row in comparison.rows),
@@ -100,14 +107,6 @@ def page(
         links=links or {},
         seeds=sorted({run.seed for row in comparison.rows for run in row.method.runs}),
     )
-
-
-def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes along which every run had costs; stored pairs call no reward, for example.
-
-    All axes are returned where no run has gone beyond its first evaluation.
-    """
-    return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
 
 
 def credit_pictures(out: Path, comparison: Comparison) -> list[tuple[str, str]]:
@@ -157,88 +156,6 @@ def caution(comparison: Comparison) -> str:
     return f"One seed only, which supports no claim: {', '.join(single)}."
 
 
-def chart(comparison: Comparison, axis: Axis) -> Drawing:
-    """Draw the learning curves along one axis, without a legend."""
-    address, frame = framed(lambda axes: draw(axes, comparison, axis), (350, 270))
-    lines = {row.method.name: row.bands[axis] for row in comparison.rows}
-    values = {name: (band.cost, band.mean) for name, band in lines.items()}
-    return Drawing(address, hover(frame, words(axis), values))
-
-
-def picture(comparison: Comparison) -> bytes:
-    """Draw all learning curves in one PNG, the legend below."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(style()):
-        figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
-        shown = spent_by_all(comparison, DRAWN)
-        for i, axis in enumerate(shown):
-            axes = figure.add_subplot(1, len(shown), i + 1)
-            draw(axes, comparison, axis)
-            axes.set_title(f"equal {words(axis)}", fontsize=12)
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        figure.legend(
-            handles,
-            labels,
-            loc="outside lower center",
-            ncols=min(len(labels), 5),
-            frameon=False,
-            handlelength=3.5,
-            fontsize=12,
-        )
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format="png")
-    return drawn.getvalue()
-
-
-def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
-    """Draw mean lines, bands from lowest to highest seed, and the budget that all reached."""
-    from matplotlib.ticker import MaxNLocator
-
-    for i, row in enumerate(comparison.rows):
-        _line(axes, row.method.name, row.bands[axis], i, len(row.method.runs) > 1)
-    budget = comparison.budgets[axis]
-    axes.axvline(budget, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
-    axes.set_xlim(left=0, right=_CUT * budget if _is_cut(comparison, axis) else None)
-    axes.set(xlabel=words(axis), ylabel=f"held-out {comparison.metric}")
-    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
-
-
-def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
-    colour, dashes = look(i)
-    if banded:
-        axes.fill_between(band.cost, band.low, band.high, color=colour, alpha=0.10, linewidth=0)
-    axes.plot(
-        band.cost,
-        band.mean,
-        label=label,
-        color=colour,
-        linestyle=(0, dashes) if dashes else "-",
-        linewidth=2.2 if i == 0 else 1.7,
-        marker="o" if len(band.cost) < 3 else None,
-        markersize=4,
-    )
-
-
-def look(i: int) -> tuple[str, tuple[float, ...]]:
-    """Return colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
-    return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
-
-
-def swatch(i: int) -> dict[str, str]:
-    """Return the line of the i-th method as attributes of an SVG line 2.5 units wide."""
-    colour, dashes = look(i)
-    return {"stroke": colour, "dashes": " ".join(f"{2.5 * length:g}" for length in dashes)}
-
-
-def _is_cut(comparison: Comparison, axis: Axis) -> bool:
-    return max(r.bands[axis].cost[-1] for r in comparison.rows) > _CUT * comparison.budgets[axis]
-
-
 def reached(row: Row, axis: Axis) -> str:
     """Format the cost at which a method met the baseline's final mean, with its relative cost."""
     met = row.reach[axis]
@@ -251,11 +168,6 @@ def each_seed(row: Row, seeds: Sequence[int]) -> list[str]:
     """Format the final value of every seed; a dash for a run that is missing."""
     found = {run.seed: run.last.value for run in row.method.runs}
     return [score(found.get(seed, math.nan)) for seed in seeds]
-
-
-def words(name: str) -> str:
-    """Format a name for people, without underscores."""
-    return name.replace("_", " ")
 
 
 def score(value: float) -> str:
@@ -271,13 +183,6 @@ def with_std(values: SeedStatistics) -> str:
 def count(value: float) -> str:
     """Format a cost as a whole number, or with one decimal for a few seconds."""
     return f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:,.1f}"
-
-
-def _short(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"
 
 
 def _finite(content: Any) -> Any:

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from flowalign.data.requests import read_requests
 from flowalign.distributed.processes import Processes
+from flowalign.functional.sharpness import variance_of_laplacian
 from flowalign.media.encode import write_clip
 from flowalign.media.image_grid import write_grid, write_picture
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
+from flowalign.training.alarm import Alarm
 from flowalign.types import Policy, Request, prompts_of
 from flowalign.utils.files import write_text
 from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
@@ -47,6 +49,8 @@ class Evaluation:
     """Samples per network call, decode and reward call."""
     grid: PositiveInt = 24
     """Number of samples in the grid that is written with each evaluation."""
+    alarm: Alarm | None = field(default_factory=Alarm)
+    """What diversity and sharpness may become before the run raises the alarm. Null: anything."""
 
     def __post_init__(self) -> None:
         """Reject an evaluation of nothing."""
@@ -101,7 +105,7 @@ class Evaluated:
     """Holds the metrics of an evaluation, and the samples of its grid."""
 
     metrics: dict[str, float]
-    """Mean of each reward dimension, per split and in all, and the diversity."""
+    """Mean of each reward dimension, per split and in all, the diversity and the sharpness."""
     grid: Float[Tensor, "n F 3 H W"]
     """Media of the grid; clips are reduced to the size that a page shows."""
     grid_requests: list[Request]
@@ -115,8 +119,8 @@ class Evaluated:
 def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
-    The metrics are the mean of each dimension, per split and in all, and the diversity of samples
-    of one request.
+    The metrics are the mean of each dimension, per split and in all, the diversity of samples of
+    one request, and the sharpness: the variance of the Laplacian of a frame, averaged over all.
     """
     items = cfg.items()
     local = list(processes.share(range(len(items))))
@@ -131,20 +135,23 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}
+    sharpness = []
     for start in range(0, len(local), cfg.micro_batch):
         some = requests[start : start + cfg.micro_batch]
         media = policy.decode(latents[start : start + len(some)]).cpu()
         scoring.add(rewards.batch(media, some, [order[request] for request in some], policy.fps))
+        sharpness.append(variance_of_laplacian(media))
         kept |= {
             i: (reduced(frames, LONGEST) if policy.fps else frames).clone()
             for i, frames in zip(local[start:], media, strict=False)
             if i in shown
         }
     scores, latents = processes.gather(scoring.result().values), processes.gather(latents)
-    kept = processes.merged(kept)
+    kept, sharp = processes.merged(kept), processes.gather(torch.cat(sharpness))
     return Evaluated(
         metrics=_means(scores, [split for split, _ in items], rewards.dims)
-        | {"eval/diversity": diversity(latents, [request for _, request in items])},
+        | {"eval/diversity": diversity(latents, [request for _, request in items])}
+        | {"eval/sharpness": float(sharp.mean())},
         grid=torch.stack([kept[i] for i in shown]),
         grid_requests=[items[i][1] for i in shown],
         fps=policy.fps,

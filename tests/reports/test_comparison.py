@@ -95,6 +95,14 @@ def test_a_run_has_no_value_beyond_what_it_spent():
     assert math.isnan(value_at(PLAIN.runs[0], "trajectories", 20.5))
 
 
+def test_a_run_that_was_still_opening_has_the_value_before_training():
+    """Opened in 5 seconds. Without an evaluation before training there is no such value."""
+    costs = {"seconds": 5.0}, {"seconds": 25.0}
+    points = tuple(Point(i, (0.2, 0.6)[i], math.nan, costs[i]) for i in range(2))
+    assert value_at(Curve(0, points), "seconds", 4.0) == 0.2
+    assert math.isnan(value_at(Curve(0, points[1:]), "seconds", 4.0))
+
+
 @pytest.mark.parametrize(
     ("axis", "budget"),
     [("trajectories", 15), ("reward_calls", 20.0), ("network_evaluations", 105), ("seconds", 90)],
@@ -201,6 +209,31 @@ def test_a_comparison_and_the_reports_of_its_runs_lead_to_each_other(tmp_path, m
     assert "<h1>dense/seed1</h1>" in report
     link = re.search('href="(.*?compare.html)"', report)
     assert (folder / link[1]).resolve() == (tmp_path / "compare.html").resolve()
+
+
+def test_the_smallest_difference_is_told_after_training_and_at_each_budget():
+    """Ends .5, .8 and .7, .9: variances .045 and .02, freedom 2, so sqrt(.0325) sqrt(2 / 2)."""
+    result = compare("strict", [PLAIN, DENSE])
+    assert result.fewest_seeds == 2
+    assert result.smallest_final == pytest.approx((4.30265 + 1.06066) * math.sqrt(0.0325))
+    # 15 trajectories: .4, .5 and .7, .9, each a half step of 10 from the evaluation before.
+    at = (4.30265 + 1.06066) * math.sqrt((0.005 + 0.02) / 2)
+    assert result.smallest["trajectories"] == pytest.approx(at)
+    page_of = page("runs", result)
+    assert f'<td class="n" data-name="15 trajectories">{at:.3f}</td>' in page_of
+    assert f"({result.smallest_final:.3f} after training)" in page_of
+
+
+def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch):
+    monkeypatch.setattr("flowalign.reports.comparison_page.picture", lambda *_: b"")
+    monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
+    folder = tmp_path / "dense" / "seed1"
+    folder.mkdir(parents=True)
+    told = {"alarms": {"diversity": "after 15 steps diversity is 0.3"}}
+    (folder / "summary.json").write_text(json.dumps(told))
+    write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
+    content = (tmp_path / "compare.html").read_text()
+    assert "Alarm: dense seed 1: after 15 steps diversity is 0.3." in content
 
 
 def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import math
 import re
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from PIL import Image
 from flowalign.cli import main as cli
 from flowalign.reports import comparison_page
 from flowalign.reports.comparison import AXES, Comparison
-from flowalign.reports.comparison_page import spent_by_all
+from flowalign.reports.comparison_chart import spent_by_all
 from flowalign.runs import compare as comparing
 from flowalign.runs import steps
 from flowalign.runs.compare import Request, compare, curve, held_out
@@ -281,6 +282,63 @@ def test_methods_that_end_alike_are_both_named(finished, tmp_path, nothing_runs)
     page = (tmp_path / "out" / "compare.html").read_text()
     assert "plain and fast end highest in held-out redness: 0.600 ± 0.141. At 12 reward" in page
     assert "plain and fast lead with 0.600" in page
+
+
+@pytest.fixture
+def family(write, tmp_path):
+    """A method of each family on the same prompts: policy gradients, matching, and pairs."""
+
+    def matching(name, data, **settings):
+        data = {"prompts": str(tmp_path / "train.txt"), "prompts_per_step": P} | data
+        kind = f"flowalign.training.matching.{'ScoredGroups' if 'sampling' in data else 'Rollouts'}"
+        recipe = {"data": {"class_path": kind, "init_args": data}, "micro_batch": P * S}
+        recipe = {"class_path": "flowalign.training.Matching", "init_args": recipe | settings}
+        return write(name, recipe=recipe)
+
+    groups = {"sampling": {"num_steps": 3, "samples_per_prompt": S}}
+    return [
+        write("grpo"),
+        matching(
+            "nft",
+            groups,
+            loss={"class_path": "flowalign.losses.NFT"},
+            old={"decay": 0.5},
+            times={"class_path": "flowalign.training.matching.Uniform"},
+            times_per_sample=2,
+        ),
+        matching("dpo", {"samples_per_prompt": S, "num_steps": 3}),
+    ]
+
+
+def test_families_are_compared_at_what_the_cheapest_run_spent(family, tmp_path, here, capsys):
+    """Really trained, two steps each, with P S = 6 samples of 3 evaluations a step.
+
+    GRPO evaluates the 3 transitions of each once more; NFT both networks at 2 levels; DPO
+    both networks on both pictures of P pairs. Pairs are fewer than trajectories, and said so.
+    """
+    argv = ["--seeds", "0", "1", "--out", str(tmp_path / "out"), "--metric", "redness"]
+    assert command_line(*family, *argv) == 0
+    content = json.loads((tmp_path / "out" / "compare.json").read_text())
+    costs = [row["costs"] for row in content["rows"]]
+    assert [c["reward_calls"] for c in costs] == [2 * P * S] * 3
+    spent = [2 * P * (S * 3 + S * 3), 2 * P * (S * 3 + S * 2 * 2), 2 * P * (S * 3 + 2 * 2)]
+    assert [c["network_evaluations"] for c in costs] == spent
+    assert [c["trajectories"] for c in costs] == [2 * P * S, 2 * P * S, 2 * P]
+    budgets = content["budgets"]
+    assert budgets["network_evaluations"] == min(spent)
+    assert budgets["reward_calls"] == 2 * P * S
+    assert 0 < budgets["seconds"] <= min(c["seconds"] for c in costs)
+    printed = capsys.readouterr()
+    printed = printed.out + printed.err
+    for what in ("after training", "12 reward calls", f"{min(spent)} network", "seconds"):
+        assert what in printed
+    page = (tmp_path / "out" / "compare.html").read_text()
+    for axis in ("reward calls", "network evaluations", "seconds"):
+        assert page.count(f'<th class="n">{axis}</th>') == 2, "costs, and to reach the baseline"
+    assert "pairs where a method learns from pairs" in page
+    smallest = content["smallest"]
+    assert all(smallest[axis] > 0 for axis in ("reward_calls", "network_evaluations", "seconds"))
+    assert printed.count("smallest difference seen") == 4
 
 
 def test_one_seed_is_allowed_and_said_to_support_no_claim(finished, tmp_path, nothing_runs):
@@ -576,7 +634,7 @@ def test_costs_that_a_run_never_had_are_not_compared():
         "seconds": 1.5,
         "trajectories": 64.0,
     }
-    comparison = Comparison("strict", budgets, ())
+    comparison = Comparison("strict", budgets, (), 0, math.nan, {})
     assert spent_by_all(comparison, AXES) == ["network_evaluations", "seconds", "trajectories"]
-    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), ())
+    nothing = Comparison("strict", dict.fromkeys(budgets, 0.0), (), 0, math.nan, {})
     assert spent_by_all(nothing, AXES) == list(AXES)

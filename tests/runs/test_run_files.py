@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from flowalign.functional.matching import step_at
 from flowalign.runs.compose import compose, read_mapping
 from flowalign.runs.convert import converted
-from tests.fixtures.run_files import METHODS
+from flowalign.runs.plan import plan
+from tests.fixtures.run_files import CONFIGS, METHODS, loaded
 
 ROOT = Path(__file__).parents[2]
 OLD = json.loads((ROOT / "assets/golden/run_files_0.1.json").read_text())
@@ -47,6 +49,10 @@ NEW = [
     ["configs/models/wan21_1_3b.yaml", "configs/methods/worldcompass_wan.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
     ["configs/shapes_nft.yaml"],
+    ["configs/shapes_nft.yaml", "configs/methods/nft_step_credit.yaml"],
+    ["configs/shapes.yaml", "configs/methods/awm.yaml", "configs/tasks/shapes_groups.yaml"],
+    ["configs/shapes.yaml", "configs/methods/dgpo.yaml", "configs/tasks/shapes_groups.yaml"],
+    ["configs/shapes.yaml", "configs/methods/crd.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
@@ -274,3 +280,14 @@ def test_embedded_runs_of_one_update_per_rollout_say_so():
             updates = settings(compose([file]).values)
             once = updates["updates_per_step"] * updates["epochs_per_step"] == 1
             assert once == ("one update per rollout" in " ".join(header(file))), file
+
+
+def test_step_credit_of_nft_costs_what_its_file_says():
+    """Per prompt 1 + 5 + 9 + 5 x 12 distinct states; four levels of each of the three steps."""
+    run, _ = loaded(CONFIGS / "shapes_nft.yaml", CONFIGS / "methods/nft_step_credit.yaml")
+    rows, sigmas = plan(run), run.policy.plan().sigmas
+    assert rows["evaluations of samples per step"] == f"{16 * 75} sampling"
+    assert rows["reward calls per step"] == "192"
+    assert rows["noise levels with credit"].endswith("a sample has those of 1 of these steps")
+    assert step_at(sigmas(32)[:12], sigmas(8)).bincount().tolist() == [4, 4, 4]
+    assert 16 * 75 + 16 * 12 * 4 * 2 == 2736

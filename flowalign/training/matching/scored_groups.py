@@ -139,6 +139,9 @@ class ScoredGroups(RolloutSettings, DataSource):
             sigmas = model.sigmas(self.sampling.num_steps)
             spans = [f"{float(sigmas[k + 1]):.3g} to {float(sigmas[k]):.3g}" for k in window]
             rows["noise levels with credit"] = ", ".join(spans)
+            own = int(self.empty_trajectory(window).trained.sum(1).max())
+            if own < len(window):
+                rows["noise levels with credit"] += f"; a sample has those of {own} of these steps"
         return RecipePlan(
             rows=rows,
             parts=rollout_memory(self, model, world, window),

@@ -1,0 +1,132 @@
+"""Draw the learning curves of a comparison along its costs."""
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from flowalign.reports.charts import Drawing, framed, style
+from flowalign.reports.comparison import Axis, Band, Comparison
+from flowalign.reports.hover import hover
+
+DRAWN: tuple[Axis, ...] = ("reward_calls", "network_evaluations", "seconds")
+COLOURS = (
+    "#1c1c1c",
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#b8860b",
+    "#882255",
+    "#808080",
+)
+"""Colours of Okabe and Ito, told apart without red or green, the yellow darkened; the baseline is
+black."""
+DASHES = ((), (5.0, 1.6), (1.2, 1.2), (6.0, 1.4, 1.2, 1.4))
+"""Lengths of dashes and gaps, in line widths."""
+_CUT = 3.0
+"""Multiple of the common budget at which horizontal axes end; beyond, there is nothing to
+compare."""
+
+
+def spent_by_all(comparison: Comparison, axes: Sequence[Axis]) -> list[Axis]:
+    """Return the axes along which every run had costs; stored pairs call no reward, for example.
+
+    All axes are returned where no run has gone beyond its first evaluation.
+    """
+    return [axis for axis in axes if comparison.budgets[axis] > 0] or list(axes)
+
+
+def chart(comparison: Comparison, axis: Axis) -> Drawing:
+    """Draw the learning curves along one axis, without a legend."""
+    address, frame = framed(lambda axes: draw(axes, comparison, axis), (350, 270))
+    lines = {row.method.name: row.bands[axis] for row in comparison.rows}
+    values = {name: (band.cost, band.mean) for name, band in lines.items()}
+    return Drawing(address, hover(frame, words(axis), values))
+
+
+def picture(comparison: Comparison) -> bytes:
+    """Draw all learning curves in one PNG, the legend below."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(style()):
+        figure = Figure(figsize=(13.5, 5), layout="constrained", dpi=150)
+        shown = spent_by_all(comparison, DRAWN)
+        for i, axis in enumerate(shown):
+            axes = figure.add_subplot(1, len(shown), i + 1)
+            draw(axes, comparison, axis)
+            axes.set_title(f"equal {words(axis)}", fontsize=12)
+        handles, labels = figure.axes[0].get_legend_handles_labels()
+        figure.legend(
+            handles,
+            labels,
+            loc="outside lower center",
+            ncols=min(len(labels), 5),
+            frameon=False,
+            handlelength=3.5,
+            fontsize=12,
+        )
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="png")
+    return drawn.getvalue()
+
+
+def draw(axes: Any, comparison: Comparison, axis: Axis) -> None:
+    """Draw mean lines, bands from lowest to highest seed, and the budget that all reached."""
+    from matplotlib.ticker import MaxNLocator
+
+    for i, row in enumerate(comparison.rows):
+        _line(axes, row.method.name, row.bands[axis], i, len(row.method.runs) > 1)
+    budget = comparison.budgets[axis]
+    axes.axvline(budget, color="#888888", linewidth=0.9, linestyle=(0, (2, 2)), zorder=1)
+    axes.set_xlim(left=0, right=_CUT * budget if is_cut(comparison, axis) else None)
+    axes.set(xlabel=words(axis), ylabel=f"held-out {comparison.metric}")
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
+
+
+def _line(axes: Any, label: str, band: Band, i: int, banded: bool) -> None:
+    colour, dashes = look(i)
+    if banded:
+        axes.fill_between(band.cost, band.low, band.high, color=colour, alpha=0.10, linewidth=0)
+    axes.plot(
+        band.cost,
+        band.mean,
+        label=label,
+        color=colour,
+        linestyle=(0, dashes) if dashes else "-",
+        linewidth=2.2 if i == 0 else 1.7,
+        marker="o" if len(band.cost) < 3 else None,
+        markersize=4,
+    )
+
+
+def look(i: int) -> tuple[str, tuple[float, ...]]:
+    """Return colour and dashes of the i-th method; neighbours differ in both, 36 differ in one."""
+    return COLOURS[i % len(COLOURS)], DASHES[(i + i // len(COLOURS)) % len(DASHES)]
+
+
+def swatch(i: int) -> dict[str, str]:
+    """Return the line of the i-th method as attributes of an SVG line 2.5 units wide."""
+    colour, dashes = look(i)
+    return {"stroke": colour, "dashes": " ".join(f"{2.5 * length:g}" for length in dashes)}
+
+
+def is_cut(comparison: Comparison, axis: Axis) -> bool:
+    """Return whether curves go on beyond the end of an axis."""
+    return max(r.bands[axis].cost[-1] for r in comparison.rows) > _CUT * comparison.budgets[axis]
+
+
+def words(name: str) -> str:
+    """Format a name for people, without underscores."""
+    return name.replace("_", " ")
+
+
+def _short(value: float) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

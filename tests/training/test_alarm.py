@@ -1,0 +1,135 @@
+"""When training raises the alarm about what became of the pictures, and where it is told."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from flowalign.cli.main import main
+from flowalign.distributed.processes import ALONE
+from flowalign.reports import run_report
+from flowalign.training.alarm import Alarm
+from flowalign.training.evaluate import Evaluation, evaluate
+from tests.fixtures.fake_run import BLANK
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import new_rewards
+
+BEFORE = {"eval/diversity": 1.25, "eval/sharpness": 0.02}
+
+
+def after(diversity, sharpness):
+    return {"eval/diversity": diversity, "eval/sharpness": sharpness}
+
+
+@pytest.mark.parametrize(
+    ("diversity", "sharpness", "raised"),
+    [
+        (1.25, 0.02, []),
+        (0.625, 0.02, []),
+        (0.62, 0.02, ["diversity"]),
+        (9.0, 0.02, []),
+        (1.25, 0.0141, []),
+        (1.25, 0.0139, ["sharpness"]),
+        (1.25, 0.0299, []),
+        (1.25, 0.0301, ["sharpness"]),
+        (0.1, 0.1, ["diversity", "sharpness"]),
+        (float("nan"), 0.02, ["diversity"]),
+        (1.25, None, ["sharpness"]),
+    ],
+)
+def test_the_bounds_are_shares_of_what_was_before(diversity, sharpness, raised):
+    assert list(Alarm().raised(BEFORE, after(diversity, sharpness))) == raised
+
+
+def test_an_alarm_says_the_value_its_share_and_the_bounds():
+    found = Alarm(least_diversity=0.8).raised(BEFORE, after(0.5, 0.05))
+    assert found["diversity"].startswith(
+        "diversity is 0.5, 0.40 of the 1.25 before training and not at least 0.8 of it"
+    )
+    assert "2.50 of the 0.02 before training and not 0.7 to 1.5 of it" in found["sharpness"]
+
+
+@pytest.mark.parametrize("before", [{}, {"eval/sharpness": None}, {"eval/sharpness": 0.0}])
+def test_what_was_not_measured_before_raises_nothing(before):
+    assert Alarm().raised(before, after(0.1, 9.0)) == {}
+
+
+def test_the_last_alarm_of_each_quantity_is_kept_though_it_has_passed():
+    rows = [
+        {"step": 0, "evaluated_after": 0.0, **BEFORE},
+        {"step": 5, "loss": 1.0},
+        {"step": 9, "evaluated_after": 10.0, **after(0.5, 0.02)},
+        {"step": 19, "evaluated_after": 20.0, **after(0.4, 0.02)},
+        {"step": 29, "evaluated_after": 30.0, **after(1.0, 0.02)},
+    ]
+    found = Alarm().last_raised(rows)
+    assert list(found) == ["diversity"]
+    assert found["diversity"].startswith("after 20 steps diversity is 0.4")
+    assert Alarm().last_raised(rows[1:]) == {}, "nothing was measured before training"
+
+
+@pytest.mark.parametrize("bounds", [{"most_sharpness": 0.9}, {"least_diversity": 1.5}])
+def test_bounds_that_no_run_keeps_are_refused(bounds):
+    with pytest.raises(ValueError, match=f"evaluation.alarm.{next(iter(bounds))} is"):
+        Alarm(**bounds)
+
+
+class Squares(PixelPolicy):
+    """Shows each pixel as the middle of a black picture, so that brightness is sharpness."""
+
+    def decode(self, x):
+        media = torch.zeros(len(x), 1, 3, 3, 3)
+        media[..., 1, 1] = super().decode(x)[..., 0, 0]
+        return media
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    (tmp_path / "held_out.txt").write_text("a\nbb")
+    prompts = {"held_out": str(tmp_path / "held_out.txt")}
+    return Evaluation(prompts=prompts, num_prompts=7, num_steps=2, micro_batch=3, grid=7)
+
+
+def test_an_evaluation_averages_the_sharpness_of_all_its_samples(cfg):
+    """20 / 9 of the squared brightness of each; 7 samples in batches of 3, 3 and 1."""
+    found = evaluate(Squares(), new_rewards(), cfg, ALONE)
+    luma = (found.grid[:, 0, :, 1, 1] * torch.tensor([0.299, 0.587, 0.114])).sum(1)
+    expected = float((20 / 9 * luma.square()).mean())
+    assert found.metrics["eval/sharpness"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_tells_its_alarms_as_they_come_and_in_its_files(tmp_path, cfg, monkeypatch, capfd):
+    """The policy is trained so fast that bounds around 1 cannot hold."""
+    monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
+    alarm = {"least_diversity": 1.0, "least_sharpness": 1.0, "most_sharpness": 1.0}
+    content = {
+        "policy": {"class_path": "tests.training.test_alarm.Squares"},
+        "num_steps": 2,
+        "recipe": {
+            "class_path": "flowalign.training.PolicyGradient",
+            "init_args": {
+                "prompts": cfg.prompts["held_out"],
+                "prompts_per_step": 2,
+                "sampling": {"num_steps": 4, "samples_per_prompt": 4, "eta": 0.8},
+                "algorithm": {"class_path": "flowalign.losses.GRPO"},
+            },
+        },
+        "rewards": [{"class_path": "tests.fixtures.pixel.Redness"}],
+        "reward_weights": {"redness": 1.0},
+        "optimizer": {"learning_rate": 1e-1},
+        "evaluation": {"prompts": dict(cfg.prompts), "num_prompts": 6, "num_steps": 2, "every": 1},
+        "device": "cpu",
+        "output_dir": str(tmp_path / "run"),
+    }
+    content["evaluation"]["alarm"] = alarm
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "run.yaml")])
+    assert ended.value.code == 0
+    told = json.loads((tmp_path / "run/summary.json").read_text())["alarms"]
+    assert told["sharpness"].startswith("after 2 steps sharpness is")
+    assert told["sharpness"].removeprefix("after 2 steps ")[:60] in capfd.readouterr().err
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.index("Alarm: after 2 steps sharpness") < page.index("Curves")
