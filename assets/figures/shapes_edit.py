@@ -85,6 +85,7 @@ def figure(some: Sequence[Edit], before: Tensor, after: Tensor, chosen: Sequence
         for axis, (title, pixels) in zip(row, shown.items(), strict=True):
             axis.imshow(pixels.permute(1, 2, 0).clamp(0, 1), interpolation="nearest")
             axis.set_title(title, fontsize=8)
+        row[0].set_title(None)
         row[0].set_title(f"{some[i].instruction}\n\nsource", fontsize=8, loc="left")
     fig.savefig(HERE / "shapes_edit.png")
 
