@@ -166,6 +166,8 @@ def main() -> None:
     content = json.loads(file.read_text())
     figure(content, args.to / "families.png")
     print(tables(content))  # noqa: T201
+    least = {"after training": content["smallest_final"], **content["smallest"]}
+    print("smallest difference seen:", json.dumps(least))  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -280,5 +280,5 @@ def test_step_credit_of_nft_costs_what_its_file_says():
     assert rows["evaluations of samples per step"] == f"{16 * 75} sampling"
     assert rows["reward calls per step"] == "192"
     assert rows["noise levels with credit"].endswith("a sample has those of 1 of these steps")
-    assert step_at(sigmas(32)[:12], sigmas(8)).bincount().tolist() == [4, 4, 4]
+    assert step_at(sigmas(29)[:12], sigmas(8)).bincount().tolist() == [4, 4, 4]
     assert 16 * 75 + 16 * 12 * 4 * 2 == 2736
