@@ -41,9 +41,7 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
     credit_charts, links = credit_pictures(out, comparison), reports_of_runs(out, comparison)
     name = out.resolve().name
     told = warnings_of_runs(out, comparison)
-    write_text(
-        out / "compare.html", page(name, comparison, missing, credit_charts, links, warnings)
-    )
+    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links, told))
     for link in links.values():  # runs that ended before there was a comparison to link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
