@@ -16,8 +16,10 @@ AXES = {"reward_calls": "reward calls", "network_evaluations": "evaluations", "s
 
 
 def spread(cell: dict) -> str:
-    """Format mean and standard deviation."""
-    return f"{cell['mean']:.3f} ± {cell['std']:.3f}"
+    """Format mean and standard deviation; the mean alone for one seed, a dash for nothing."""
+    if cell["mean"] is None:
+        return "-"
+    return f"{cell['mean']:.3f}" + (f" ± {cell['std']:.3f}" if cell["std"] is not None else "")
 
 
 def tables(comparison: dict) -> str:

@@ -29,6 +29,7 @@ from flowalign.reports.comparison import Comparison, Method, compare, methods_of
 from flowalign.reports.comparison_chart import draw, look
 from flowalign.reports.comparison_page import write_comparison
 from flowalign.runs.compare import Request, Single, curve, read
+from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
 BUDGET, IMAGES, EVALUATIONS = 52_800, 512, 5
@@ -77,13 +78,15 @@ def overlay(place: Path, steps: int, rate: float, evaluation: dict[str, Any] | N
 
 
 def tuned(args: argparse.Namespace, name: str) -> Path:
-    """Measure a step, try both rates, and return the overlay with the better one."""
+    """Measure three steps, try both rates, and return the overlay with the better one."""
     chosen = args.folder / f"{name}.yaml"
     if chosen.exists():
         return chosen
     place, files = args.folder / "tuning" / name, METHODS[name]
-    one = trained(place / "step", [*files, overlay(place / "step.yaml", 1, RATES[0], None)])
-    steps = max(2, round(args.budget / one["network_evaluations"]))
+    trained(place / "steps", [*files, overlay(place / "steps.yaml", 3, RATES[0], None)])
+    spent = [row["cost/network_evaluations"] for row in read_metrics(place / "steps")]
+    # The first steps are also checked, which takes further evaluations.
+    steps = max(2, 2 + round((args.budget - spent[1]) / (spent[2] - spent[1])))
     evaluation = {"prompts": TRAIN, "num_prompts": args.images}
     found = {}
     for rate in RATES:
@@ -166,6 +169,8 @@ def main() -> None:
     content = json.loads(file.read_text())
     figure(content, args.to / "families.png")
     print(tables(content))  # noqa: T201
+    least = {"after training": content["smallest_final"], **content["smallest"]}
+    print("smallest difference seen:", json.dumps(least))  # noqa: T201
 
 
 if __name__ == "__main__":

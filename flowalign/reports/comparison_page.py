@@ -40,8 +40,8 @@ def write_comparison(out: Path, comparison: Comparison, missing: Sequence[str] =
         partial.write_bytes(drawn)
     credit_charts, links = credit_pictures(out, comparison), reports_of_runs(out, comparison)
     name = out.resolve().name
-    alarms = alarms_of_runs(out, comparison)
-    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links, alarms))
+    told = warnings_of_runs(out, comparison)
+    write_text(out / "compare.html", page(name, comparison, missing, credit_charts, links, told))
     for link in links.values():  # runs that ended before there was a comparison to link
         if COMPARISON_LINK not in (out / link).read_text(encoding="utf-8"):
             write_report((out / link).parent)
@@ -54,14 +54,14 @@ def reports_of_runs(out: Path, comparison: Comparison) -> dict[tuple[str, int], 
     return {run: link for run, link in links.items() if (out / link).is_file()}
 
 
-def alarms_of_runs(out: Path, comparison: Comparison) -> list[str]:
-    """Return the alarms of the runs, each with its method and seed."""
+def warnings_of_runs(out: Path, comparison: Comparison) -> list[str]:
+    """Return the warnings of the runs, each with its method and seed."""
     return [
         f"{row.method.name} seed {run.seed}: {text}"
         for row in comparison.rows
         for run in row.method.runs
         for text in (
-            read_json(out / row.method.name / f"seed{run.seed}" / "summary.json").get("alarms")
+            read_json(out / row.method.name / f"seed{run.seed}" / "summary.json").get("warnings")
             or {}
         ).values()
     ]
@@ -73,12 +73,12 @@ def page(
     missing: Sequence[str] = (),
     credit_charts: Sequence[tuple[str, str]] = (),
     links: Mapping[tuple[str, int], str] | None = None,
-    alarms: Sequence[str] = (),
+    warnings: Sequence[str] = (),
 ) -> str:
     """Render the self-contained page.
 
     `credit_charts` are methods with the URLs of their charts, `links` the addresses of reports,
-    `alarms` what runs said of their pictures.
+    `warnings` what runs said of their pictures.
     """
     compared, drawn = spent_by_all(comparison, AXES), spent_by_all(comparison, DRAWN)
     won = {axis: leads(comparison, axis) for axis in compared}
@@ -96,7 +96,7 @@ def page(
         verdict=verdict(comparison),
         caution=caution(comparison),
         missing=missing,
-        alarms=alarms,
+        warnings=warnings,
         cut=[words(axis) for axis in drawn if is_cut(comparison, axis)],
         charts=[(axis, chart(comparison, axis)) for axis in drawn],
         looks=[swatch(i) for i in range(len(comparison.rows))],

@@ -86,7 +86,7 @@ def write_report(folder: Path) -> Path:
         status=summary.get("status", ""),
         comparison=_COMPARISON if compared else "",
         verdict=verdict(changes, summary, series),
-        alarms=summary.get("alarms") or {},
+        warnings=summary.get("warnings") or {},
         tiles=tiles(changes, summary),
         smoothed=num_smoothed(len(series.get("reward_mean", {}))),
         panels=[(panel, chart(panel)) for panel in found if not says_little(panel)],

@@ -102,8 +102,8 @@ def _end(session: Session, tracker: Tracker | None, summary: dict[str, Any]) -> 
     """Write the summary and the report, on the one process that has a tracker."""
     if tracker:
         tracker.close()
-        alarm = session.run.evaluation and session.run.evaluation.alarm
-        summary["alarms"] = alarm.last_raised(read_metrics(session.folder)) if alarm else {}
+        bounds = session.run.evaluation and session.run.evaluation.bounds
+        summary["warnings"] = bounds.last_warnings(read_metrics(session.folder)) if bounds else {}
         write_text(session.folder / "summary.json", json.dumps(summary, indent=2) + "\n")
         write_report(session.folder)
     session.processes.barrier()  # none ends while others still work
@@ -122,9 +122,9 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
-    if tracker and cfg.alarm:
-        for text in cfg.alarm.raised(session.before or {}, metrics).values():
-            session.messages(f"alarm: {text}")
+    if tracker and cfg.bounds:
+        for text in cfg.bounds.warnings(session.before or {}, metrics).values():
+            session.messages(f"warning: {text}")
     if tracker and not _is_recorded(session.folder, done):
         tracker.log(max(done - 1, 0), metrics | costs | {"evaluated_after": done})
     session.started += time.perf_counter() - start

@@ -19,7 +19,7 @@ from flowalign.media.image_grid import write_grid, write_picture
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
-from flowalign.training.alarm import Alarm
+from flowalign.training.sample_bounds import SampleBounds
 from flowalign.types import Policy, Request, prompts_of
 from flowalign.utils.files import write_text
 from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
@@ -49,8 +49,8 @@ class Evaluation:
     """Samples per network call, decode and reward call."""
     grid: PositiveInt = 24
     """Number of samples in the grid that is written with each evaluation."""
-    alarm: Alarm | None = field(default_factory=Alarm)
-    """What diversity and sharpness may become before the run raises the alarm. Null: anything."""
+    bounds: SampleBounds | None = field(default_factory=SampleBounds)
+    """What diversity and sharpness may become before the run warns. Null: anything."""
 
     def __post_init__(self) -> None:
         """Reject an evaluation of nothing."""

@@ -49,7 +49,7 @@ def test_the_list_has_label_source_and_what_it_is(capsys):
     assert code == 0
     text = " ".join(out.replace("│", " ").split())
     assert "shapes [run on CPU] Flow-GRPO (arXiv:2505.05470) on the embedded shapes model" in text
-    assert "shapes_edit [checked only]" in text
+    assert "shapes_edit [run on CPU]" in text
     assert "arXiv:2508.04324" in text
     assert NAMES["credit/shapes/mixgrpo"].papers[0] == "2507.21802v7"
     assert "credit/shapes/mixgrpo" not in text

@@ -229,11 +229,11 @@ def test_the_page_repeats_what_runs_said_of_their_pictures(tmp_path, monkeypatch
     monkeypatch.setattr("flowalign.reports.comparison_page.chart", lambda *_: BLANK)
     folder = tmp_path / "dense" / "seed1"
     folder.mkdir(parents=True)
-    told = {"alarms": {"diversity": "after 15 steps diversity is 0.3"}}
+    told = {"warnings": {"diversity": "after 15 steps diversity is 0.3"}}
     (folder / "summary.json").write_text(json.dumps(told))
     write_comparison(tmp_path, compare("strict", [PLAIN, DENSE]))
     content = (tmp_path / "compare.html").read_text()
-    assert "Alarm: dense seed 1: after 15 steps diversity is 0.3." in content
+    assert "Warning: dense seed 1: after 15 steps diversity is 0.3." in content
 
 
 def test_the_page_of_a_comparison_needs_nothing_but_itself_and_shows_values():

@@ -14,10 +14,10 @@ _SIGNS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Alarm:
+class SampleBounds:
     """Bounds what held-out samples may become, as shares of what they were before training.
 
-    A quantity that was not measured before training, or was 0, raises no alarm.
+    A quantity that was not measured before training, or was 0, gives no warning.
     """
 
     least_diversity: UnitInterval = 0.5
@@ -29,12 +29,12 @@ class Alarm:
 
     def __post_init__(self) -> None:
         """Reject bounds that no run keeps."""
-        require_ranges(self, "evaluation.alarm")
+        require_ranges(self, "evaluation.bounds")
 
-    def raised(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    def warnings(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
         """Return a sentence for each quantity out of bounds, by its name, from two evaluations."""
         found = {}
-        for name, (least, most) in self._bounds.items():
+        for name, (least, most) in self._shares.items():
             was, value = (_number(metrics.get(f"eval/{name}")) for metrics in (before, now))
             if not (isfinite(was) and was > 0):
                 continue
@@ -46,17 +46,17 @@ class Alarm:
                 )
         return found
 
-    def last_raised(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-        """Return the last alarm of each quantity in the metrics of a run, with its step."""
+    def last_warnings(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+        """Return the last warning of each quantity in the metrics of a run, with its step."""
         found: dict[str, str] = {}
         evaluated = {row["evaluated_after"]: row for row in rows if "evaluated_after" in row}
         for done, row in sorted(evaluated.items()):
-            raised = self.raised(evaluated.get(0, {}), row)
-            found |= {name: f"after {done:g} steps {text}" for name, text in raised.items()}
+            found_now = self.warnings(evaluated.get(0, {}), row)
+            found |= {name: f"after {done:g} steps {text}" for name, text in found_now.items()}
         return found
 
     @property
-    def _bounds(self) -> dict[str, tuple[float, float]]:
+    def _shares(self) -> dict[str, tuple[float, float]]:
         sharpness = self.least_sharpness, self.most_sharpness
         return {"diversity": (self.least_diversity, inf), "sharpness": sharpness}
 

@@ -1,4 +1,4 @@
-"""When training raises the alarm about what became of the pictures, and where it is told."""
+"""When a run warns of what became of its pictures, and where."""
 
 import json
 
@@ -9,8 +9,8 @@ import yaml
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
 from flowalign.reports import run_report
-from flowalign.training.alarm import Alarm
 from flowalign.training.evaluate import Evaluation, evaluate
+from flowalign.training.sample_bounds import SampleBounds
 from tests.fixtures.fake_run import BLANK
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
@@ -39,11 +39,11 @@ def after(diversity, sharpness):
     ],
 )
 def test_the_bounds_are_shares_of_what_was_before(diversity, sharpness, raised):
-    assert list(Alarm().raised(BEFORE, after(diversity, sharpness))) == raised
+    assert list(SampleBounds().warnings(BEFORE, after(diversity, sharpness))) == raised
 
 
-def test_an_alarm_says_the_value_its_share_and_the_bounds():
-    found = Alarm(least_diversity=0.8).raised(BEFORE, after(0.5, 0.05))
+def test_a_warning_says_the_value_its_share_and_the_bounds():
+    found = SampleBounds(least_diversity=0.8).warnings(BEFORE, after(0.5, 0.05))
     assert found["diversity"].startswith(
         "diversity is 0.5, 0.40 of the 1.25 before training and not at least 0.8 of it"
     )
@@ -52,10 +52,10 @@ def test_an_alarm_says_the_value_its_share_and_the_bounds():
 
 @pytest.mark.parametrize("before", [{}, {"eval/sharpness": None}, {"eval/sharpness": 0.0}])
 def test_what_was_not_measured_before_raises_nothing(before):
-    assert Alarm().raised(before, after(0.1, 9.0)) == {}
+    assert SampleBounds().warnings(before, after(0.1, 9.0)) == {}
 
 
-def test_the_last_alarm_of_each_quantity_is_kept_though_it_has_passed():
+def test_the_last_warning_of_each_quantity_is_kept_though_it_has_passed():
     rows = [
         {"step": 0, "evaluated_after": 0.0, **BEFORE},
         {"step": 5, "loss": 1.0},
@@ -63,16 +63,16 @@ def test_the_last_alarm_of_each_quantity_is_kept_though_it_has_passed():
         {"step": 19, "evaluated_after": 20.0, **after(0.4, 0.02)},
         {"step": 29, "evaluated_after": 30.0, **after(1.0, 0.02)},
     ]
-    found = Alarm().last_raised(rows)
+    found = SampleBounds().last_warnings(rows)
     assert list(found) == ["diversity"]
     assert found["diversity"].startswith("after 20 steps diversity is 0.4")
-    assert Alarm().last_raised(rows[1:]) == {}, "nothing was measured before training"
+    assert SampleBounds().last_warnings(rows[1:]) == {}, "nothing was measured before training"
 
 
 @pytest.mark.parametrize("bounds", [{"most_sharpness": 0.9}, {"least_diversity": 1.5}])
 def test_bounds_that_no_run_keeps_are_refused(bounds):
-    with pytest.raises(ValueError, match=f"evaluation.alarm.{next(iter(bounds))} is"):
-        Alarm(**bounds)
+    with pytest.raises(ValueError, match=f"evaluation.bounds.{next(iter(bounds))} is"):
+        SampleBounds(**bounds)
 
 
 class Squares(PixelPolicy):
@@ -100,12 +100,12 @@ def test_an_evaluation_averages_the_sharpness_of_all_its_samples(cfg):
 
 
 @pytest.mark.slow
-def test_a_run_tells_its_alarms_as_they_come_and_in_its_files(tmp_path, cfg, monkeypatch, capfd):
+def test_a_run_warns_as_it_goes_and_in_its_files(tmp_path, cfg, monkeypatch, capfd):
     """The policy is trained so fast that bounds around 1 cannot hold."""
     monkeypatch.setattr(run_report, "chart", lambda panel: BLANK)
-    alarm = {"least_diversity": 1.0, "least_sharpness": 1.0, "most_sharpness": 1.0}
+    bounds = {"least_diversity": 1.0, "least_sharpness": 1.0, "most_sharpness": 1.0}
     content = {
-        "policy": {"class_path": "tests.training.test_alarm.Squares"},
+        "policy": {"class_path": "tests.training.test_sample_bounds.Squares"},
         "num_steps": 2,
         "recipe": {
             "class_path": "flowalign.training.PolicyGradient",
@@ -123,13 +123,13 @@ def test_a_run_tells_its_alarms_as_they_come_and_in_its_files(tmp_path, cfg, mon
         "device": "cpu",
         "output_dir": str(tmp_path / "run"),
     }
-    content["evaluation"]["alarm"] = alarm
+    content["evaluation"]["bounds"] = bounds
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
     with pytest.raises(SystemExit) as ended:
         main(["train", str(tmp_path / "run.yaml")])
     assert ended.value.code == 0
-    told = json.loads((tmp_path / "run/summary.json").read_text())["alarms"]
+    told = json.loads((tmp_path / "run/summary.json").read_text())["warnings"]
     assert told["sharpness"].startswith("after 2 steps sharpness is")
     assert told["sharpness"].removeprefix("after 2 steps ")[:60] in capfd.readouterr().err
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.index("Alarm: after 2 steps sharpness") < page.index("Curves")
+    assert page.index("Warning: after 2 steps sharpness") < page.index("Curves")
