@@ -62,13 +62,14 @@ class Matching(Settings, Recipe):
         passes = rows * self.epochs_per_step
         others = self.evaluations_beside | {"expert": int(has_expert)}
         beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
+        most = "at most " if data.leaves_levels_out else ""
         reference = type(self.reference).__name__ if self.needs_reference else None
         made, size = data.plan(run, model, world), prod(model.latent_shape)
         return RecipePlan(
             rows={
                 "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
                 **made.rows,
-                "matching evaluations per step": f"{passes} training{beside}",
+                "matching evaluations per step": f"{most}{passes} training{beside}",
             },
             parts=[
                 MemoryPart("latents", 4 * (batch // world) * size),

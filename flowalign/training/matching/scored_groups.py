@@ -112,6 +112,11 @@ class ScoredGroups(RolloutSettings, DataSource):
 
     @property
     @override
+    def leaves_levels_out(self) -> bool:
+        return self.credit is not None
+
+    @property
+    @override
     def prompt_files(self) -> list[str]:
         return [self.prompts]
 

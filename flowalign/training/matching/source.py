@@ -105,6 +105,11 @@ class DataSource(ABC):
         """Return the most samples of a group that are compared, or None if there are no groups."""
 
     @property
+    def leaves_levels_out(self) -> bool:
+        """Return whether noise levels of an example may be left out: those without credit."""
+        return False
+
+    @property
     @abstractmethod
     def prompt_files(self) -> list[str]:
         """Return the files of prompts that are sampled."""
