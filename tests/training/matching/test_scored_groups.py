@@ -464,6 +464,7 @@ def on_two(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
     first, second = (torch.load(on_two / f"{name}{rank}", weights_only=True) for rank in (0, 1))
