@@ -76,7 +76,7 @@ def check_replay(policy: Any, prompt: str) -> None:
         steps, rows = rollout(policy, [prompt], 2)
         difference = policy.difference(steps, prompt)
         if not difference <= _TOLERANCE:
-            raise NotImplementedError(f"a velocity that was replayed is off by {difference:.1e}")
+            raise RuntimeError(f"a velocity that was replayed is off by {difference:.1e}")
     evaluations = rows / len(steps)
     if evaluations != policy.evaluations_per_velocity:
         raise ValueError(
