@@ -87,12 +87,13 @@ def tuned(args: argparse.Namespace, name: str) -> Path:
     spent = [row["cost/network_evaluations"] for row in read_metrics(place / "steps")]
     # The first steps are also checked, which takes further evaluations.
     steps = max(2, 2 + round((args.budget - spent[1]) / (spent[2] - spent[1])))
-    evaluation = {"prompts": TRAIN, "num_prompts": args.images}
+    # The run files' held-out prompts are evaluated beside, a third each, and not looked at here.
+    evaluation = {"prompts": TRAIN, "num_prompts": 3 * args.images}
     found = {}
     for rate in RATES:
         last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
         options = [*files, last, "--seed", str(TUNING_SEED)]
-        found[rate] = trained(place / f"{rate:g}", options)["after"]["strict"]
+        found[rate] = trained(place / f"{rate:g}", options)["after"]["train/strict"]
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
     every = {"prompts": HELD_OUT, "num_prompts": args.images, "every": -(-steps // EVALUATIONS)}
     overlay(chosen, steps, max(found, key=found.__getitem__), every)
