@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan
+from flowalign.types import Accelerated, Cond, ModelPlan, Speed
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
@@ -17,6 +17,7 @@ from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
+from pipelines.speed import check_attention, speed_up
 from pipelines.weights import (
     DTYPES,
     Lora,
@@ -28,7 +29,7 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(ExportsWeights, DecodingPolicy):
+class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -127,6 +128,15 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy):
         self.denoiser = self.assembled(self.pipe.components)
         transformer = self.pipe.components[self.part].config
         self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
+
+    def check_speed(self, speed: Speed) -> None:
+        config = config_of(self.pipeline_class, self.path, self.part)
+        with torch.device("meta"):
+            check_attention(speed.attention, self.transformer_class.from_config(config))
+
+    def speed_up(self, speed: Speed) -> None:
+        for part in self.parts:
+            speed_up(self.pipe.components[part], speed)
 
     def assembled(self, components: Mapping[str, Any]) -> Any:
         """Return the denoiser built from these components; two networks are joined here."""

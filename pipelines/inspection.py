@@ -4,15 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from diffusers.models import attention_dispatch
 from torch import nn
 
 from flowalign.types import Request
 from pipelines.any_flow import LORA, AnyFlow, Call
+from pipelines.speed import blocks_of, usable_attention
 from pipelines.stock_call import rollout
 
 _PROMPT = "a red ball beside two cats"
-_BACKENDS = "native", "flex", "flash", "_flash_3", "sage", "xformers"
 
 
 def inspect_pipeline(
@@ -39,7 +38,7 @@ def inspect_pipeline(
         "LoRA targets": _targets(network),
         "LoRA loader": _loader(policy.pipeline_class),
         "sharding blocks": _blocks(network),
-        "attention backends": ", ".join(name for name in _BACKENDS if _usable(name)),
+        "attention backends": ", ".join(usable_attention()),
     }
 
 
@@ -77,15 +76,5 @@ def _loader(cls: type) -> str:
 
 
 def _blocks(network: Any) -> str:
-    kept, repeated = network._no_split_modules or [], network._repeated_blocks or []
-    return ", ".join(dict.fromkeys([*kept, *repeated])) or "the class names none"
-
-
-def _usable(name: str) -> bool:
-    """Return whether the packages of an attention backend are installed."""
-    backend = attention_dispatch.AttentionBackendName(name)
-    try:
-        attention_dispatch._check_attention_backend_requirements(backend)
-    except RuntimeError:
-        return False
-    return True
+    kinds = [type(block).__name__ for block in blocks_of(network)]
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))

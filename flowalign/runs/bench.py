@@ -71,7 +71,7 @@ def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards, Costs]:
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device)
-    run.policy.load(processes.device)
+    run.load_policy(processes.device)
     costs = Costs()
     costs.count(run.policy.denoiser)
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -19,7 +20,7 @@ from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.types import Policy, RewardModel
+from flowalign.types import Accelerated, Policy, RewardModel, Speed
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
@@ -78,6 +79,8 @@ class Run:
     """Seed of every random draw but those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy; auto: a GPU if there is one."""
+    speed: Speed = field(default_factory=Speed)
+    """Attention backend and compilation of the trained network."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -94,6 +97,7 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
+        self._check_speed()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
         for path in self.prompt_files:
@@ -104,6 +108,22 @@ class Run:
         """Return the files of requests that the run samples, for training and for evaluation."""
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
         return [*self.recipe.prompt_files, *held_out]
+
+    def load_policy(self, device: torch.device) -> None:
+        """Read the weights of the policy, and make its network as fast as the run file asks."""
+        self.policy.load(device)
+        if isinstance(self.policy, Accelerated) and self.speed != Speed():
+            self.policy.speed_up(self.speed)
+
+    def _check_speed(self) -> None:
+        if self.speed == Speed():
+            return
+        if not isinstance(self.policy, Accelerated):
+            raise ValueError(
+                f"speed is {self.speed}, but {type(self.policy).__name__} is no "
+                "flowalign.types.Accelerated policy; leave it out"
+            )
+        self.policy.check_speed(self.speed)
 
     def build_rewards(self, costs: Costs | None = None) -> Rewards:
         """Return the reward models with their weights.

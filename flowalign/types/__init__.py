@@ -48,6 +48,7 @@ from flowalign.types.reward import (
     RewardOutput,
     RewardSpec,
 )
+from flowalign.types.speed import Accelerated, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
 from flowalign.utils.ranges import (
@@ -75,6 +76,7 @@ __all__ = [
     "Seed",
     "UnitInterval",
     "ALONE",
+    "Accelerated",
     "Backbone",
     "BestTransition",
     "Column",
@@ -109,6 +111,7 @@ __all__ = [
     "RewardOutput",
     "RewardSpec",
     "Saving",
+    "Speed",
     "StepCredit",
     "Requirements",
     "SharedRows",

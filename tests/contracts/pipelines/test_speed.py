@@ -1,0 +1,94 @@
+"""Attention backends and compiled blocks: what is refused, and that results stay the same."""
+
+import pytest
+import torch
+
+from flowalign.runs.config import load
+from flowalign.types import Request, Speed
+from flowalign.utils.errors import ConfigError
+from pipelines.speed import blocks_of
+from tests.fixtures.embedded import new_sd3
+from tests.fixtures.tiny_flux import build_flux, new_flux1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return build_flux(tmp_path_factory.mktemp("flux"))
+
+
+def velocity(policy):
+    x = policy.noise(2, torch.Generator().manual_seed(1))
+    cond = policy.encode([Request("a"), Request("two red balls")])
+    return policy.velocity(x, torch.tensor([0.9, 0.3]), cond)
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"),
+    [
+        ("sage", "it has no backward pass; allowed here: flex, native"),
+        pytest.param(
+            "flash",
+            "torch sees no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+        ("_native_math", "SD3Transformer2DModel of diffusers takes none; allowed here: native"),
+    ],
+)
+def test_a_backend_that_cannot_train_is_refused_before_weights_are_read(attention, why):
+    with pytest.raises(ConfigError, match=f"speed.attention is '{attention}', but.*") as caught:
+        load("configs/shapes.yaml", [f"speed.attention={attention}"])
+    assert why in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def test_an_unknown_backend_is_refused_with_those_that_there_are():
+    with pytest.raises(ConfigError, match="xformers"):
+        load("configs/shapes.yaml", ["speed.attention=xfomers"])
+
+
+def test_another_backend_computes_the_same_in_every_layer_and_in_no_other_model(folder):
+    policy = new_flux1(folder)
+    before = velocity(policy)
+    policy.check_speed(Speed(attention="_native_math"))
+    policy.speed_up(Speed(attention="_native_math"))
+    chosen = [
+        module.processor._attention_backend.value
+        for module in policy.denoiser.modules()
+        if hasattr(getattr(module, "processor", None), "_attention_backend")
+    ]
+    assert len(chosen) == len(blocks_of(policy.denoiser))
+    assert set(chosen) == {"_native_math"}
+    after = velocity(policy)
+    assert torch.allclose(after, before, atol=1e-5)
+    other = new_flux1(folder)
+    assert all(
+        getattr(module.processor, "_attention_backend", None) is None
+        for module in other.denoiser.modules()
+        if hasattr(module, "processor")
+    )
+
+
+def test_blocks_are_those_that_the_network_repeats(folder):
+    network = new_flux1(folder).denoiser
+    expected = [*network.transformer_blocks, *network.single_transformer_blocks]
+    assert blocks_of(network) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # compiling takes minutes on a loaded core
+def test_compiled_blocks_give_the_same_velocities_gradients_and_files(tmp_path):
+    plain, compiled = new_sd3(), new_sd3()
+    compiled.speed_up(Speed(compile=True))
+    found = []
+    for policy in (plain, compiled):
+        v = velocity(policy)
+        (v**2).mean().backward()
+        grads = [p.grad for p in policy.denoiser.parameters() if p.grad is not None]
+        found.append((v.detach(), torch.cat([g.flatten() for g in grads])))
+    (v, g), (w, h) = found
+    assert not torch.equal(v, torch.zeros_like(v))
+    assert torch.allclose(v, w, atol=2e-5)
+    assert torch.allclose(g, h, atol=1e-6)
+    compiled.save_weights(str(tmp_path))
+    plain.load_weights(str(tmp_path))
+    assert compiled.verify_weights(str(tmp_path)) < 2e-5
