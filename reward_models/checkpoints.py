@@ -102,6 +102,21 @@ def read_folder(source: str) -> dict[str, Tensor]:
     raise ValueError(f"{source} holds no weights; expected one of {', '.join(names)}")
 
 
+def read_transformers(kind: Any, source: str) -> Any:
+    """Read a model from a folder or hub repository by a class of transformers, such as AutoModel.
+
+    Raises:
+        ValueError: keys are missing or left over.
+    """
+    network, info = kind.from_pretrained(
+        find_folder(source), output_loading_info=True, use_safetensors=True
+    )
+    wrong = {k: sorted(v)[:3] for k, v in info.items() if v and k.endswith("_keys")}
+    if wrong:
+        raise ValueError(f"{source} does not fit {type(network).__name__}: {wrong}")
+    return network
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file; raise ValueError naming the file where it holds none."""
     try:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
 from flowalign.types import Loadable, UnitInterval
-from reward_models.checkpoints import find_folder, signature
+from reward_models.checkpoints import find_folder, read_transformers, signature
 from reward_models.shapes import COLOURS, SHAPES, find_objects
 
 
@@ -98,15 +98,9 @@ class TransformersDetector(Detector):
         """Read the weights, once; raise ValueError where they do not fit."""
         if self._network is not None:
             return
-        folder = find_folder(self.model)
-        network, info = AutoModelForObjectDetection.from_pretrained(
-            folder, output_loading_info=True, use_safetensors=True
-        )
-        wrong = {k: sorted(v)[:3] for k, v in info.items() if v and k.endswith("_keys")}
-        if wrong:
-            raise ValueError(f"{self.model} does not fit {type(network).__name__}: {wrong}")
+        network = read_transformers(AutoModelForObjectDetection, self.model)
         self._network = network.eval().requires_grad_(False).to(self.device)
-        self._processor = AutoImageProcessor.from_pretrained(folder)
+        self._processor = AutoImageProcessor.from_pretrained(find_folder(self.model))
 
     def classes(self) -> frozenset[str]:
         """Return the labels of the model's configuration."""

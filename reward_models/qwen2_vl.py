@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from reward_models.checkpoints import find_file, load_exactly, read_json, renamed, without_memory
-from reward_models.pixels import normalise
+from reward_models.pixels import CLIP_MEAN, CLIP_STD, normalise
 
 PositionMode = Literal["sequential", "mrope"]
 Dtype = Literal["float32", "bfloat16"]
@@ -234,16 +234,19 @@ def fitted(
 
 def patched(
     frames: Float[Tensor, "T 3 h w"],
+    patch: int = PATCH,
+    mean: Sequence[float] = CLIP_MEAN,
+    std: Sequence[float] = CLIP_STD,
 ) -> tuple[Float[Tensor, "N D"], tuple[int, int, int]]:
     """Normalise fitted frames in [0, 1] and cut them into patches, grouped by token.
 
-    A single frame is repeated once.
+    The last frame is repeated where their number is odd.
     """
-    x = normalise(frames)
-    x = x.repeat(PAIR, 1, 1, 1) if len(x) == 1 else x
-    grid = len(x) // PAIR, x.shape[2] // PATCH, x.shape[3] // PATCH
+    x = normalise(frames, mean, std)
+    x = torch.cat([x, x[-1:]]) if len(x) % PAIR else x
+    grid = len(x) // PAIR, x.shape[2] // patch, x.shape[3] // patch
     t, h, w = grid
-    x = x.reshape(t, PAIR, 3, h // MERGE, MERGE, PATCH, w // MERGE, MERGE, PATCH)
+    x = x.reshape(t, PAIR, 3, h // MERGE, MERGE, patch, w // MERGE, MERGE, patch)
     return x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(t * h * w, -1), grid
 
 

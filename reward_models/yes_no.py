@@ -15,11 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase
 from transformers.video_utils import VideoMetadata
 
+from flowalign.functional.connection import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
 from reward_models.checkpoints import find_folder, read_json, signature
 from reward_models.frames import at_rate
 from reward_models.pixels import resized
-from reward_models.qwen2_vl import fitted
+from reward_models.qwen2_vl import fitted, patched
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
@@ -52,7 +53,8 @@ class QwenYesNo(YesNoJudge):
 
     All questions about a sample share its prefix: system prompt and vision tokens are computed once
     per `ask`, and the questions follow on the cached keys, packed into one row in which a question
-    attends to the prefix and to itself.
+    attends to the prefix and to itself. Answers about media that require a gradient have one,
+    through the vision tower: the pixels are then prepared by tensors in place of the processor.
     """
 
     video_needs: tuple[Literal["fps"], ...] = ("fps",)
@@ -102,7 +104,19 @@ class QwenYesNo(YesNoJudge):
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
         """Return P(yes), computed for `batch_size` samples of equal frame counts at a time."""
+        return self.log_odds(batch, questions).sigmoid()
+
+    def log_odds(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
+        """Return log P(yes) - log P(no), which is not flat where the judge is sure."""
         self.load()
+        with torch.set_grad_enabled(batch.media.requires_grad):
+            return self._asked(batch, questions)
+
+    def _asked(
+        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+    ) -> Float[Tensor, "n questions"]:
         answers = torch.empty(len(batch), len(questions[0]))
         alike: dict[int, list[int]] = defaultdict(list)
         frames = [self._frames(batch, i) for i in range(len(batch))]
@@ -146,11 +160,11 @@ class QwenYesNo(YesNoJudge):
         media = [self._shrunk(batch.media[i, list(f)]) for i, f in zip(rows, frames, strict=True)]
         kind = "image" if batch.media.shape[1] == 1 else "video"
         text = "".join(self._prompt(kind, "").partition(_VISION_END)[:2])
-        given: dict[str, Any] = {"images": [clip[0] for clip in media]}
+        given: dict[str, Any] = {"images": [clip[0].detach() for clip in media]}
         if kind == "video":
             total = batch.media.shape[1]
             given = {
-                "videos": media,
+                "videos": [clip.detach() for clip in media],
                 "video_metadata": [
                     VideoMetadata(total, fps=batch.fps[i], frames_indices=list(f))
                     for i, f in zip(rows, frames, strict=True)
@@ -164,6 +178,9 @@ class QwenYesNo(YesNoJudge):
         inputs = {name: value for name, value in inputs.items() if name not in unused}
         if "second_per_grid_ts" in inputs:
             inputs["second_per_grid_ts"] = torch.as_tensor(inputs["second_per_grid_ts"])
+        if batch.media.requires_grad:
+            name = "pixel_values" if kind == "image" else "pixel_values_videos"
+            inputs[name] = torch.cat([self._patches(clip) for clip in media])
         return {name: value.to(self.device) for name, value in inputs.items()}
 
     def _shrunk(self, frames: Float[Tensor, "F 3 H W"]) -> Float[Tensor, "F 3 h w"]:
@@ -172,9 +189,13 @@ class QwenYesNo(YesNoJudge):
         _, _, height, width = frames.shape
         height, width = fitted(height, width, _MIN_PIXELS, self.max_pixels, factor)
         frames = resized(frames.float().clamp(0, 1), height, width).clamp(0, 1)
-        return (frames * 255).round() / 255
+        return straight_through((frames * 255).round() / 255, frames)
 
-    @torch.no_grad()
+    def _patches(self, clip: Float[Tensor, "F 3 h w"]) -> Float[Tensor, "N D"]:
+        """Return what the processor makes of shrunk frames, with their gradient."""
+        vision = self.processor.image_processor
+        return patched(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
+
     def _continue(
         self, prefix: dict[str, Any], questions: "Packed"
     ) -> Float[Tensor, "n questions"]:
@@ -197,7 +218,7 @@ class QwenYesNo(YesNoJudge):
         last = questions.last[..., None].expand(-1, -1, hidden.shape[-1])
         logits = self.network.lm_head(hidden.gather(1, last)).float()
         yes, no = logits[..., self.yes].logsumexp(-1), logits[..., self.no].logsumexp(-1)
-        return (yes - no).sigmoid()
+        return yes - no
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from flowalign.losses.matching.safeguard import Safeguard
 from flowalign.losses.matching.sft import SFT
 from flowalign.losses.matching.vgrpo import VGRPO
 from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.span_grpo import SpanGRPO
 from flowalign.losses.policy_gradient.step_dpo import StepDPO
 from flowalign.losses.policy_gradient.surrogates import (
     DivergenceMask,
@@ -71,6 +72,7 @@ __all__ = [
     "SFT",
     "Safeguard",
     "Sigmoid",
+    "SpanGRPO",
     "StepDPO",
     "Surrogate",
 ]

@@ -58,6 +58,13 @@ class Minibatch:
     """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
     best: BestTransition | None = None
     """Transitions of the best samples, for losses that declare `needs_best`."""
+    after: tuple["Minibatch", ...] = ()
+    """The transitions that follow in the span of this one, for losses that declare a span."""
+
+    @property
+    def span(self) -> tuple["Minibatch", ...]:
+        """Return the transitions of the span in order, this one first."""
+        return (self, *self.after)
 
     @property
     def required_mean_old(self) -> Float[Tensor, "n *latent"]:
@@ -78,10 +85,11 @@ class Minibatch:
 
     def transition(self, field: "VelocityField") -> Gaussian:
         """Return pi(. | x_k) under the given velocity field, evaluated once for each state."""
-        velocity = self._velocity(field)
+        velocity = self.velocity(field)
         return transition(self.kernel, self.x.float(), velocity, self.sigmas, self.k, self.eta)
 
-    def _velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
+    def velocity(self, field: "VelocityField") -> Float[Tensor, "n *latent"]:
+        """Return the velocity at x_k, evaluated once for each state."""
         x, sigma = self.x.float(), self.sigmas[self.k]
         if self.source is None:
             return field.velocity(x, sigma, self.cond)
@@ -135,6 +143,11 @@ class PolicyLoss(ABC):
 
         Runs count from the first step on.
         """
+
+    @property
+    @abstractmethod
+    def span(self) -> int | None:
+        """Return the most consecutive steps that a minibatch holds together; None: single ones."""
 
     @property
     @abstractmethod

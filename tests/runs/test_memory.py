@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flowalign.credit import Branch, Gain
+from flowalign.losses import SpanGRPO
 from flowalign.runs import memory
 from flowalign.runs.config import Run, load
 from flowalign.runs.plan import plan
@@ -167,6 +168,20 @@ def test_activations_take_what_a_micro_batch_of_the_update_takes(monkeypatch):
         "policy.memory.gradient_checkpointing: true": 4 * 4_000_000_000,
         "recipe.micro_batch: 1": 2 * 5_000_000_000,
     }
+
+
+def test_the_activations_of_all_steps_of_a_span_are_kept_at_once():
+    """Three trained steps make a span of two and one of one."""
+    run = shapes(sde_window=Fixed(2, 5))
+    single = memory.update(run, MODEL, step(run).evaluations_per_example)
+    spans = replace(run, recipe=replace(run.recipe, algorithm=SpanGRPO(span_steps=2)))
+    plan = step(spans)
+    joined = memory.update(spans, MODEL, plan.evaluations_per_example)
+    assert joined.num_bytes == 2 * single.num_bytes
+    assert joined.savings["recipe.micro_batch: 1"] == 2 * 5_000_000_000
+    assert plan.rows["spans of each sample"].startswith("[2, 3], [4]; at most 2 evaluations")
+    counted = "network evaluations per step"
+    assert plan.rows[counted] == step(run).rows[counted]
 
 
 def test_the_network_is_counted_once_more_while_it_is_verified():

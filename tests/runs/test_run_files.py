@@ -55,6 +55,8 @@ NEW = [
     ["configs/shapes.yaml", "configs/methods/crd.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
+    ["configs/credit/shapes/cogni_edit.yaml"],
+    ["configs/shapes_edit_cogni.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
     ["configs/shapes_draft.yaml"],
     *(

@@ -75,6 +75,10 @@ class GRPO(PolicyLoss):
         return self.chunk_sizes
 
     @property
+    def span(self) -> None:
+        """Return None: every step has its own gradient."""
+
+    @property
     def clip(self) -> float:
         """Return the clip range of the surrogate."""
         return self.surrogate.clip

@@ -67,6 +67,11 @@ class StepDPO(PolicyLoss):
 
     @property
     @override
+    def span(self) -> None:
+        """Return None: a pair consists of single steps."""
+
+    @property
+    @override
     def clip(self) -> float:
         return self.ratio_clip
 

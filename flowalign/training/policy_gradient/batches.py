@@ -1,6 +1,6 @@
 """Cut the batch of a step into minibatches: single transitions, or pairs of better and worse."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,6 +39,9 @@ class TrainBatch:
     """For losses that need it: the best sample of each one's prompt."""
     others: Float[Tensor, "B T"] | None = None
     """Summed log-ratios of the other transitions of a chunk; None while no weight has moved."""
+    spans: Mapping[int, Sequence[int]] | None = None
+    """For losses of spans: the steps of each span, by the step that it begins with and is trained
+    as."""
 
 
 def paired(batch: TrainBatch, processes: Processes) -> TrainBatch:
@@ -113,7 +116,10 @@ def _of_states(
 
 
 def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
-    """Return transition k of the chosen samples."""
+    """Return transition k of the chosen samples, with those of its span."""
+    single = replace(batch, spans=None)
+    following = () if batch.spans is None else batch.spans[k][1:]
+    after = tuple(minibatch(single, step, chosen) for step in following)
     trajectory = batch.trajectory
     on_device = chosen.to(trajectory.device)
     return Minibatch(
@@ -131,6 +137,7 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         chunk=_chunk(batch, k, chosen),
         source=_source(trajectory, k, chosen),
         best=_best(batch, k, chosen),
+        after=after,
     )
 
 

@@ -79,7 +79,7 @@ class PolicyGradientChecks:
 def replay_drift(policy: VelocityField, batches: Iterable[Minibatch]) -> dict[int, float]:
     """Return the largest |ratio - 1| of each denoising step at the weights that sampled it."""
     drift: dict[int, Tensor] = {}
-    for batch in batches:
+    for batch in (step for first in batches for step in first.span):
         logp = log_density(batch.kernel, batch.x_next.float(), batch.transition(policy))
         worst = ((logp - batch.logp_old).exp() - 1).abs().nan_to_num(torch.inf).max()
         drift[batch.k] = torch.maximum(drift.get(batch.k, worst), worst)

@@ -13,13 +13,17 @@ from flowalign.distributed.processes import Processes
 from flowalign.functional.chunk import chunks_of_change, chunks_of_sizes, latent_change
 from flowalign.functional.transition import log_density
 from flowalign.training.policy_gradient.batches import TrainBatch, minibatch, paired, portions
+from flowalign.training.policy_gradient.spans import spanned
 from flowalign.types import PolicyLoss, Trajectory, VelocityField
 
 
 def prepare_for_loss(batch: TrainBatch, algorithm: PolicyLoss, processes: Processes) -> TrainBatch:
-    """Form pairs or chunks, if the loss uses them."""
+    """Form pairs, chunks or spans, if the loss uses them."""
     if algorithm.pairs:
         return paired(batch, processes)
+    if algorithm.span is not None:
+        check_chains(batch.trajectory)
+        return spanned(batch, algorithm.span, processes)
     return batch if algorithm.chunks is None else chunked(batch, algorithm.chunks, processes)
 
 
@@ -54,11 +58,12 @@ def _changes(trajectory: Trajectory) -> Float[Tensor, "B T"]:
 
 
 def check_chains(trajectory: Trajectory) -> None:
-    """Raise ValueError if a chunk of one sample would hold transitions of another."""
+    """Raise ValueError if a chunk or span of one sample would hold transitions of another."""
     if (trajectory.trained.any(0) != trajectory.trained.all(0)).any():
         raise ValueError(
-            "algorithm.chunk_sizes needs samples that are noisy at the same steps, each by itself: "
-            "set it to null, or recipe.sampling.branching to flowalign.sampling.Chain"
+            "chunks and spans of steps need samples that are noisy at the same steps, each by "
+            "itself: set algorithm.chunk_sizes to null and choose GRPO, or set "
+            "recipe.sampling.branching to flowalign.sampling.Chain"
         )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from flowalign.credit.branch import extremes
+from flowalign.functional.span import spans_of
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.completion import credit_requirements
 from flowalign.training.policy_gradient.batches import alternatives
@@ -40,7 +41,7 @@ def plan_step(
     return RecipePlan(
         rows=rows,
         parts=[*rollout_memory(cfg, model, world, window), *_measured_memory(cfg, model, window)],
-        evaluations_per_example=per_velocity,
+        evaluations_per_example=per_velocity * _together(cfg, window),
         decode_batches={"recipe.sampling.micro_batch": cfg.sampling.micro_batch},
     )
 
@@ -99,7 +100,27 @@ def _rows(cfg: Settings, run: RunContext, window: Sequence[int]) -> dict[str, st
         "network evaluations per step": " + ".join(f"{n} {name}" for name, n in cost.items()),
         **value_rows(cfg, run, window),
         "transitions trained per step": f"{trained}",
+        **_span_rows(cfg, window),
     }
+
+
+def _spans(cfg: Settings, window: Sequence[int]) -> list[list[int]]:
+    """Return the spans of a sample, if the loss trains spans."""
+    return [] if cfg.algorithm.span is None else spans_of(window, cfg.algorithm.span)
+
+
+def _together(cfg: Settings, window: Sequence[int]) -> int:
+    """Return the steps of a sample whose activations an update keeps at once."""
+    return max((len(steps) for steps in _spans(cfg, window)), default=1)
+
+
+def _span_rows(cfg: Settings, window: Sequence[int]) -> dict[str, str]:
+    """Return which steps are trained as one, if the loss trains spans."""
+    spans = _spans(cfg, window)
+    if not spans:
+        return {}
+    kept = f"at most {_together(cfg, window)} evaluations kept at once"
+    return {"spans of each sample": f"{', '.join(map(str, spans))}; {kept}"}
 
 
 def _calibration_rows(

@@ -59,7 +59,7 @@ class Settings(RolloutSettings):
                     "no step to train; choose another, such as flowalign.sampling.AllButLast"
                 )
             self.requested(steps)
-            if self.algorithm.chunks is not None:
+            if self.algorithm.chunks is not None or self.algorithm.span is not None:
                 check_chains(self.empty_trajectory(steps))
         if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
             raise ValueError(
@@ -74,6 +74,12 @@ class Settings(RolloutSettings):
             raise ValueError(
                 f"{key} is {rule}; give a number for each of the {num_steps} denoising steps, "
                 "not all 0, or the name of a rule"
+            )
+        if self.measured and self.algorithm.span is not None:
+            raise ValueError(
+                "recipe.step_weight is measured of single steps, but "
+                f"{type(self.algorithm).__name__} trains spans of them: give a rule or numbers, or "
+                "choose GRPO"
             )
         if self.measured and self.prompts_per_step < 2 * self.updates_per_step:
             raise ValueError(

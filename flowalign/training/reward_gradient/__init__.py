@@ -1,6 +1,7 @@
 """Train on the gradient of rewards: through pictures, to chosen steps of cached rollouts."""
 
 from flowalign.training.reward_gradient.recipe import RewardGradient
+from flowalign.training.reward_gradient.regulariser import Regulariser
 from flowalign.training.reward_gradient.start import FromPhotos, FromRollouts, Start
 
-__all__ = ["FromPhotos", "FromRollouts", "RewardGradient", "Start"]
+__all__ = ["FromPhotos", "FromRollouts", "Regulariser", "RewardGradient", "Start"]

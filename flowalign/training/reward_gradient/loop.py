@@ -9,6 +9,7 @@ scored; the gradient at their latents is then passed on to the steps that the co
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from flowalign.training.recipe import Log, Loop
 from flowalign.training.reference import unguided
 from flowalign.training.reward_gradient.frames import chosen_frames
 from flowalign.training.reward_gradient.latent_gradient import LatentGradient, latent_gradient
+from flowalign.training.reward_gradient.regulariser import StoredGradient
 from flowalign.training.reward_gradient.settings import Settings
 from flowalign.types import Connected, MediaBatch, RewardOutput, Trajectory
 from flowalign.utils.seeds import generator
@@ -42,8 +44,11 @@ class RewardGradientLoop(Loop):
         rewards: Rewards,
         requests: Requests,
         seed: int,
+        stored: StoredGradient | None = None,
         log: Log = lambda _: None,
     ):
+        self.stored = stored
+        """Gradient of stored media, if they regularise the run."""
         self.cfg, self.learner, self.rewards, self.seed = cfg, learner, rewards, seed
         self.requests, self.log, self.views = requests, log, cfg.cost.views
         self.conditional = unguided(learner.policy) if cfg.detach_unconditional else None
@@ -51,12 +56,14 @@ class RewardGradientLoop(Loop):
     @override
     def run(self, steps: Iterable[int]) -> Iterator[dict[str, float]]:
         checks = WeightChecks(self.learner, self.cfg.on_failed_check, self.log)
+        steps = list(steps)
+        regularised = self.stored.steps(steps) if self.stored else repeat({})
         for step in steps:
             start = time.perf_counter()
             trajectory, first = self.sampled(step)
             sampled = time.perf_counter()
             scores = self.accumulated(step, trajectory, first)
-            metrics = self.metrics(scores)
+            metrics = self.metrics(scores) | next(regularised)
             metrics |= self.updated(metrics["reward_invalid"])
             checks.after_update()
             done = time.perf_counter()

@@ -49,6 +49,8 @@ class RewardGradient(Settings, Recipe):
         if self.relative:
             self.relative.check(run.rewards)
         self.start.check(run.policy, read_requests(self.prompts))
+        if self.regularised:
+            self.regularised.check(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -69,14 +71,26 @@ class RewardGradient(Settings, Recipe):
                 MemoryPart("states", states),
                 MemoryPart("rendering", self.micro_batch * rendering, "updating", fewer),
             ],
-            evaluations_per_example=self.cost.together
-            * (1 if self.detach_unconditional else per_velocity),
+            evaluations_per_example=max(self._together(per_velocity), self._of_stored()),
         )
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
         requests = Requests(read_requests(self.prompts), run.seed)
-        return RewardGradientLoop(self, learner, run.rewards.weighted(), requests, run.seed, log)
+        rewards, regulariser = run.rewards.weighted(), self.regularised
+        stored = regulariser.open(run, learner, log) if regulariser else None
+        return RewardGradientLoop(self, learner, rewards, requests, run.seed, stored, log)
+
+    def _together(self, per_velocity: int) -> int:
+        """Return the evaluations of a sample whose activations are kept at once."""
+        return self.cost.together * (1 if self.detach_unconditional else per_velocity)
+
+    def _of_stored(self) -> int:
+        """Return the same of stored media, which come afterwards: per sample of a micro-batch."""
+        stored = self.regularised
+        if stored is None:
+            return 0
+        return ceil(stored.micro_batch * (1 + stored.data.paired) / self.micro_batch)
 
     def _rows(self, run: RunContext, per_velocity: int) -> dict[str, str]:
         samples, cost = self.examples_per_step, self.cost
@@ -89,6 +103,7 @@ class RewardGradient(Settings, Recipe):
             "sampling": sampling,
             "training": with_gradient * (1 if self.detach_unconditional else per_velocity),
             "reference": with_gradient * per_velocity if self.kl else 0,
+            "of stored media": self.regularised.rows if self.regularised else 0,
         }
         calls = scored * len(run.rewards.weighted().models) * (2 if self.relative else 1)
         return {

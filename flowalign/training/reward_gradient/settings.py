@@ -8,6 +8,7 @@ from flowalign.rewards.control_words import ControlWords
 from flowalign.training import checks
 from flowalign.training.reward_gradient.dry_run import Cost, cost
 from flowalign.training.reward_gradient.frames import Frames
+from flowalign.training.reward_gradient.regulariser import Regulariser
 from flowalign.training.reward_gradient.start import FromRollouts, Start
 from flowalign.types import Connection
 from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
@@ -32,6 +33,8 @@ class Settings:
     kl: NonNegativeFloat = 0.0
     """Weight of the mean squared difference from the reference's velocity where the policy is
     evaluated with gradient."""
+    regulariser: Regulariser | None = None
+    """Loss of stored media that is added to every update, such as SFT. Null: none."""
     prompts_per_step: PositiveInt = 64
     """P, prompts of a step over all processes together."""
     micro_batch: PositiveInt = 8
@@ -56,6 +59,11 @@ class Settings:
                 f"recipe.connection {type(self.connection).__name__} also adds noise, for which "
                 "control words swap: set recipe.relative, or directions to denoise"
             )
+
+    @property
+    def regularised(self) -> Regulariser | None:
+        """Return the regulariser, unless its weight is 0."""
+        return self.regulariser if self.regulariser and self.regulariser.weight else None
 
     @property
     def cost(self) -> Cost:

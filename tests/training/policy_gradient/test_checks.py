@@ -68,7 +68,7 @@ class DetachedLoss(PolicyLoss):
     """Has a gradient of exactly 0."""
 
     needs_reference = needs_mean_old = needs_best = pairs = False
-    chunks = None
+    chunks = span = None
     clip = 0.2
 
     def loss(self, policy, reference, batch):

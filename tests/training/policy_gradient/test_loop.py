@@ -66,7 +66,7 @@ class Spy(PolicyLoss):
     needs_mean_old = False
     needs_best = False
     pairs = False
-    chunks = None
+    chunks = span = None
     clip = 0.2
 
     def __post_init__(self):

@@ -1,0 +1,86 @@
+"""Compute GRPO on spans of denoising steps: one ratio, one clip and one gradient for each.
+
+Source: CogniEdit, arXiv:2512.13276v1, its dense reward optimisation. The formula is known to us
+from notes on the paper: ratio = exp(sum over the span of log pi - log pi_old), clipped as one, with
+network inputs detached. Two things of the released code (yl4467/CogniEdit) are not ported: it clips
+every step by itself, and gives the network a gradient at the first step of the span alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.span import span_log_density
+from flowalign.functional.surrogate import ppo_clip
+from flowalign.losses.policy_gradient.grpo import ratio_stats
+from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.utils.ranges import PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanGRPO(PolicyLoss):
+    """Averages weight * -min(r A, clip(r) A) over spans, with r the product of a span's ratios.
+
+    A is the mean advantage of the steps. With spans of one step it is `GRPO` without a KL.
+    """
+
+    span_steps: PositiveInt = 5
+    """Longest span: k consecutive trained steps, whose activations are kept at once. Default: 5, as
+    in CogniEdit."""
+    clip_range: PositiveFloat = 1e-4
+    """Clip range of the product. Default: 1e-4, which CogniEdit's code applies to single steps."""
+
+    @property
+    @override
+    def needs_reference(self) -> bool:
+        return False
+
+    @property
+    @override
+    def needs_mean_old(self) -> bool:
+        return False
+
+    @property
+    @override
+    def needs_best(self) -> bool:
+        return False
+
+    @property
+    @override
+    def pairs(self) -> bool:
+        return False
+
+    @property
+    @override
+    def chunks(self) -> None:
+        """Return None: the ratios of a span are multiplied with their gradients."""
+
+    @property
+    @override
+    def span(self) -> int:
+        return self.span_steps
+
+    @property
+    @override
+    def clip(self) -> float:
+        return self.clip_range
+
+    @override
+    def loss(
+        self, policy: VelocityField, reference: VelocityField, batch: Minibatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        steps = batch.span
+        logp = span_log_density(
+            batch.kernel,
+            [batch.x.float(), *(step.x_next.float() for step in steps)],
+            [step.velocity(policy) for step in steps],
+            batch.sigmas,
+            batch.k,
+            [step.eta for step in steps],
+        )
+        log_ratio = logp - torch.stack([step.logp_old for step in steps]).sum(0)
+        loss = (batch.weight * ppo_clip(log_ratio, batch.advantage, self.clip)).mean()
+        stats = ratio_stats(log_ratio.detach(), batch.advantage, self.clip)
+        return loss, stats | {"policy_loss": loss.detach()}

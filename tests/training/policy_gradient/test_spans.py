@@ -1,0 +1,166 @@
+"""Spans in the loop: of one step they are GRPO to the bit, of more the clip acts on the product."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+from flowalign.credit.groups import per_prompt_and_step
+from flowalign.functional.span import span_log_density
+from flowalign.functional.surrogate import ppo_clip
+from flowalign.losses import GRPO, PPOClip, SpanGRPO
+from flowalign.sampling.branching import Comb
+from flowalign.sampling.sde_windows import Fixed
+from flowalign.training.policy_gradient.batches import minibatches
+from flowalign.training.policy_gradient.checks import replay_drift
+from flowalign.training.policy_gradient.loop import update
+from flowalign.training.policy_gradient.spans import spanned
+from flowalign.training.rollouts.collecting import completion_values, rollout
+from flowalign.types import CreditEstimator, StepCredit, plain_requests
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import (
+    ALONE,
+    credited,
+    flat,
+    new_learner,
+    new_recipe,
+    new_rewards,
+    train,
+)
+
+THREE = ["a", "bb", "ccc"]
+
+
+@dataclass(frozen=True)
+class Own(CreditEstimator):
+    """Every step of every sample earns something else."""
+
+    def __call__(self, trajectory, values):
+        final = values([trajectory.num_steps])
+        drawn = torch.Generator().manual_seed(3)
+        value = torch.randn(len(final), 4, 1, generator=drawn) ** 3
+        value = value.expand(-1, -1, final.shape[-1])
+        return StepCredit(value, per_prompt_and_step(trajectory), trajectory.trained)
+
+
+def made(algorithm, learner=None, **recipe):
+    learner = learner or new_learner(bent())
+    cfg = new_recipe(algorithm=algorithm, credit=Own(), **recipe)
+    rolled = rollout(cfg, learner, plain_requests(THREE), 0, 0)
+    values = completion_values(cfg, learner, new_rewards(), rolled)
+    return learner, cfg, credited(cfg, learner, values)[0]
+
+
+def bent():
+    policy = PixelPolicy(seed=3)
+    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.3)
+    return policy
+
+
+@pytest.mark.parametrize("changes", [{}, {"updates_per_step": 3, "epochs_per_step": 2}])
+def test_spans_of_one_step_are_grpo_to_the_bit(changes):
+    """Weights after three steps, and everything logged; step weights and a clip that binds."""
+    single, whole = new_learner(bent()), new_learner(bent())
+    rule = {"step_weight": [0.5, 1.0, 2.0, 0.0], "micro_batch": 5, "credit": Own()} | changes
+    wanted = train(new_recipe(algorithm=GRPO(PPOClip(0.01)), **rule), single, steps=3)
+    algorithm = SpanGRPO(span_steps=1, clip_range=0.01)
+    found = train(new_recipe(algorithm=algorithm, **rule), whole, steps=3)
+    assert torch.equal(flat(single.policy.denoiser), flat(whole.policy.denoiser))
+    timed = ("timing/", "throughput")
+    for ours, theirs in zip(found, wanted, strict=True):
+        kept = {name: value for name, value in ours.items() if not name.startswith(timed)}
+        assert kept == {name: value for name, value in theirs.items() if not name.startswith(timed)}
+    assert changes == {} or wanted[-1]["clip_frac_high"] > 0
+
+
+@pytest.mark.parametrize("micro_batch", [1, 5, 64])
+def test_the_update_is_the_gradient_of_the_mean_over_spans(micro_batch):
+    """Steps 0 and 1 are a span, step 2 is one of its own; weights and advantages are averaged."""
+    rule = {"step_weight": [0.5, 1.5, 3.0, 0.0], "micro_batch": micro_batch}
+    learner, cfg, batch = made(SpanGRPO(span_steps=2, clip_range=0.2), **rule)
+    _, _, single = made(GRPO(PPOClip(0.2)), **rule)
+    trajectory, policy = batch.trajectory, learner.policy
+    total = torch.zeros(())
+    for steps in ([0, 1], [2]):
+        states = [trajectory.state(k) for k in (*steps, steps[-1] + 1)]
+        cond = {"length": trajectory.cond["length"].repeat_interleave(4, 0)}
+        velocities = [
+            policy.velocity(trajectory.state(k), trajectory.sigmas[k], cond) for k in steps
+        ]
+        etas = [trajectory.eta[:, k] for k in steps]
+        kernel, sigmas = trajectory.kernel, trajectory.sigmas
+        density = span_log_density(kernel, states, velocities, sigmas, steps[0], etas)
+        log_ratio = density - trajectory.logp[:, steps].sum(1)
+        each = ppo_clip(log_ratio, single.advantage[:, steps].mean(1), 0.2)
+        total = total + single.weight[steps].mean() * each.sum() / 24
+    wanted = torch.autograd.grad(total, learner.parameters)
+    learner.step = dict
+    update(cfg, learner, batch, 0, 0)
+    for p, theirs in zip(learner.parameters, wanted, strict=True):
+        torch.testing.assert_close(p.grad, theirs, atol=1e-7, rtol=1e-4)
+    assert max(float(g.abs().max()) for g in wanted) > 1e-4
+
+
+def test_the_clip_acts_on_the_product_of_ratios():
+    """No single ratio leaves the clip range, the product of three does: nothing is learned."""
+    learner, _, batch = made(SpanGRPO(span_steps=3, clip_range=0.2))
+    (part,) = minibatches(batch, torch.arange(12), 64)
+    assert [step.k for step in part.span] == [0, 1, 2]
+    shifted = [replace(step, logp_old=step.logp_old - 0.1) for step in part.after]
+    moved = replace(
+        part,
+        logp_old=part.logp_old - 0.1,
+        after=tuple(shifted),
+        advantage=torch.ones_like(part.advantage),
+    )
+    loss, stats = SpanGRPO(clip_range=0.2).loss(learner.policy, learner.reference, moved)
+    assert stats["ratio_mean"] == pytest.approx(2.718281828**0.3, rel=1e-4)
+    assert stats["clip_frac_high"] == 1
+    assert not any(g.any() for g in torch.autograd.grad(loss, learner.parameters))
+    alone = replace(moved, after=())
+    loss, stats = SpanGRPO(clip_range=0.2).loss(learner.policy, learner.reference, alone)
+    assert stats["clip_frac_high"] == 0
+    assert any(g.any() for g in torch.autograd.grad(loss, learner.parameters))
+
+
+def test_a_sample_with_an_untrained_step_in_a_span_is_left_out_of_that_span():
+    _, _, batch = made(GRPO(PPOClip(0.2)))
+    mask = batch.mask.clone()
+    mask[4, 1], mask[7, 2] = False, False
+    joined = spanned(replace(batch, mask=mask), 2, ALONE)
+    assert joined.spans == {0: [0, 1], 2: [2]}
+    assert joined.mask.sum(0).tolist() == [11, 0, 11, 0]
+    assert not joined.mask[4, 0]
+    assert not joined.mask[7, 2]
+    assert torch.equal(joined.mask, joined.global_mask)
+
+
+def test_a_drift_in_the_middle_of_a_span_is_found():
+    """The replay check looks at every step of a span, and names the one that does not replay."""
+    learner, _, batch = made(SpanGRPO(span_steps=3))
+    assert replay_drift(learner.policy, minibatches(batch, torch.arange(12), 5)).keys() == {0, 1, 2}
+    logp = batch.trajectory.logp.clone()
+    logp[3, 1] += 0.5
+    leaky = replace(batch, trajectory=replace(batch.trajectory, logp=logp))
+    drift = replay_drift(learner.policy, minibatches(leaky, torch.arange(12), 5))
+    assert max(drift, key=lambda k: drift[k]) == 1
+
+
+def test_a_run_of_spans_learns_and_no_check_fires():
+    cfg = new_recipe(
+        {"num_steps": 6, "sde_window": Fixed(0, 5)}, algorithm=SpanGRPO(clip_range=0.2)
+    )
+    learner = new_learner(learning_rate=3e-2)
+    metrics = train(cfg, learner, steps=30)
+    assert metrics[-1]["reward/redness"] > metrics[0]["reward/redness"] + 0.1
+    assert {f"check/ratio_drift_{k}" for k in range(5)} <= metrics[0].keys()
+
+
+def test_samples_that_share_their_noise_cannot_form_spans():
+    with pytest.raises(ValueError, match="spans of steps need samples that are noisy"):
+        new_recipe({"branching": Comb(children=2), "samples_per_prompt": 6}, algorithm=SpanGRPO())
+
+
+def test_measured_weights_of_steps_and_spans_exclude_each_other():
+    with pytest.raises(ValueError, match="measured of single steps, but SpanGRPO"):
+        new_recipe(algorithm=SpanGRPO(), step_weight="measured", prompts_per_step=4)
