@@ -27,14 +27,11 @@ from pipelines.replay import (
     stopped,
 )
 from pipelines.stock_call import autocast, recorded, rehearsed, run
-from pipelines.weights import Lora, prepare_training
+from pipelines.weights import ATTENTION, Lora, prepare_training
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
 
-LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Default adapter: attention layers by the names that most transformers of diffusers have.
-
-Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
-"""
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter."""
 _SHORT, _LONG = "a", "a red ball beside two cats"
 """Prompts of different lengths, by which the layout of conditions is found."""
 
