@@ -146,6 +146,12 @@ class AnyFlow(DiffusersPolicy):
         return self.layout.kept([recorded(self, some) for some in apart])
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        if self.evaluations_per_velocity != self.call.evaluations:
+            raise ValueError(
+                "AnyFlow makes the velocity of call.arguments, with its guidance, and no other: "
+                "for losses and completions without it, or with another, train a policy of the "
+                "family or call the pipeline without guidance"
+            )
         groups = equal_calls(len(x), sigma, self.layout.lengths(cond))
         found = [
             self._velocity(x[rows], time, {name: value[rows] for name, value in cond.items()})

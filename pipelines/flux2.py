@@ -24,12 +24,8 @@ LORA = Lora(
         *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(48)),
     )
 )
-"""Default adapter: attention of both kinds of blocks, as in diffusers' dreambooth.
-
-A single block reads queries, keys, values and its MLP from one layer, `to_qkv_mlp_proj`. Names of
-more blocks than a network has are ignored. A run file that gives some fields of `lora` gets the
-others from `Lora`, not from here.
-"""
+"""Default adapter: attention of all blocks, as in diffusers' dreambooth; `to_qkv_mlp_proj` makes
+queries, keys, values and MLP of a single block. Names of blocks that are not there are ignored."""
 
 
 class Flux2(DiffusersPolicy):

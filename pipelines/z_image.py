@@ -63,9 +63,8 @@ class ZImage(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        prompts = prompts_of(requests)
         texts, empty = self.pipe.encode_prompt(
-            list(prompts),  # the pipeline writes into it
+            list(prompts_of(requests)),  # the pipeline writes into it
             self.denoiser.device,
             do_classifier_free_guidance=self.guidance > 1,
             max_sequence_length=self.max_sequence_length,

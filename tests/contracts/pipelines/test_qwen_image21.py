@@ -49,7 +49,7 @@ def test_a_critic_refuses_prompts_of_different_lengths(plain, family):
 
 def test_comfyui_is_refused_as_a_target(plain, tmp_path):
     plain.save_weights(str(tmp_path))
-    with pytest.raises(ValueError, match="no key is known .*QwenImage21Transformer2DModel"):
+    with pytest.raises(ValueError, match=r"no key is known .*QwenImage21Transformer2DModel"):
         plain.check_export(str(tmp_path), "comfyui")
 
 

@@ -1,6 +1,7 @@
 """Z-Image satisfies the contract of policies; its time runs from noise, its texts are ragged."""
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ class Recorded(nn.Module):
 
 
 def pairs(states):
-    return enumerate(zip(states[:-1], states[1:], strict=True))
+    return enumerate(pairwise(states))
 
 
 @pytest.mark.parametrize(("run", "guidance", "rows"), [("cfg", 6.0, 4), ("nocfg", 1.0, 2)])
