@@ -27,14 +27,11 @@ from pipelines.replay import (
     stopped,
 )
 from pipelines.stock_call import autocast, recorded, rehearsed, run
-from pipelines.weights import Lora, prepare_training
+from pipelines.weights import ATTENTION, Lora, prepare_training
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
 
-LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Default adapter: attention layers by the names that most transformers of diffusers have.
-
-Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
-"""
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter."""
 _SHORT, _LONG = "a", "a red ball beside two cats"
 """Prompts of different lengths, by which the layout of conditions is found."""
 
@@ -149,6 +146,12 @@ class AnyFlow(DiffusersPolicy):
         return self.layout.kept([recorded(self, some) for some in apart])
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        if self.evaluations_per_velocity != self.call.evaluations:
+            raise ValueError(
+                "AnyFlow makes the velocity of call.arguments, with its guidance, and no other: "
+                "for losses and completions without it, or with another, train a policy of the "
+                "family or call the pipeline without guidance"
+            )
         groups = equal_calls(len(x), sigma, self.layout.lengths(cond))
         found = [
             self._velocity(x[rows], time, {name: value[rows] for name, value in cond.items()})

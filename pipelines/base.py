@@ -142,6 +142,19 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
         """Return the denoiser built from these components; two networks are joined here."""
         return components[self.part]
 
+    def grid_of(self, unit: int) -> tuple[int, int]:
+        """Return the numbers of rows and columns of squares of `unit` pixels.
+
+        Raises:
+            ValueError: a side is no multiple of it.
+        """
+        if self.height % unit or self.width % unit:
+            raise ValueError(
+                f"size {self.width}x{self.height}: both sides must be multiples of {unit} "
+                f"for {self.path}"
+            )
+        return self.height // unit, self.width // unit
+
     def schedule(self, num_steps: int) -> Tensor:
         return self.sigmas(self.pipe.scheduler, num_steps).to(self.denoiser.device)
 
@@ -157,6 +170,10 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
             out = self.denoiser(return_dict=False, **inputs)
         return out[0].float()
 
+    def rounded_times(self, sigma: Tensor, count: int) -> Tensor:
+        """Return one time per sample, of which 1000 times are rounded to the run's precision."""
+        return ((sigma * 1000).to(DTYPES[self.precision]) / 1000).expand(count)
+
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
         pixels = media.to(self.pipe.vae.device, torch.float32)
@@ -171,7 +188,8 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
-            tokenizer = parts[name.replace("text_encoder", "tokenizer")]
+            given = parts.get(name.replace("text_encoder", "tokenizer"), parts.get("processor"))
+            tokenizer = vars(given).get("tokenizer", given)  # a processor has one
             words = type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())
             text = digest(parts[name], parts[name].config.to_dict(), text, *settings, *words)
         return media, text

@@ -43,10 +43,13 @@ class DecodingPolicy(Policy, Renders):
 
     def decoded(self, x: Tensor) -> Tensor:
         """Return media in [0, 1], with a gradient if one is recorded."""
-        config = self.pipe.vae.config
-        z = x / config.scaling_factor + (config.shift_factor or 0.0)
-        image = self.pipe.vae.decode(z, return_dict=False)[0]
+        image = self.pipe.vae.decode(self.denormalised(x), return_dict=False)[0]
         return (image / 2 + 0.5).clamp(0, 1)[:, None]
+
+    def denormalised(self, x: Tensor) -> Tensor:
+        """Return the latents that the VAE decodes."""
+        config = self.pipe.vae.config
+        return x / config.scaling_factor + (config.shift_factor or 0.0)
 
 
 def recompute_decoding(vae: Any) -> None:

@@ -42,8 +42,8 @@ COMFYUI_PREFIXES = {
 }
 """What stands before the layers of a network in the adapters that ComfyUI reads, by class.
 
-Source: keys that ComfyUI's loader knows for Stable Diffusion, SD3, FLUX.1, Wan, LTX-Video and
-Qwen-Image; for FLUX.2, Z-Image, Krea 2 and LTX-2 what SimpleTuner and ai-toolkit write.
+Source: keys that ComfyUI's loader knows for Stable Diffusion, SD3, FLUX.1, FLUX.2, Wan, LTX-Video,
+Qwen-Image, Z-Image and Krea 2; for LTX-2 what SimpleTuner and ai-toolkit write.
 """
 
 

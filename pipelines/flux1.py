@@ -9,7 +9,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.base import DiffusersPolicy, Precision
 from pipelines.packing import pack, positions, unpack
 from pipelines.schedules import sized_sigmas
 from pipelines.weights import Lora
@@ -72,11 +72,7 @@ class Flux1(DiffusersPolicy):
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         patch = 2 ** len(vae["block_out_channels"])  # pixels along a side of a token
-        if self.height % patch or self.width % patch:
-            raise ValueError(
-                f"size {self.width}x{self.height}: both sides must be multiples of {patch} "
-                f"for {self.path}"
-            )
+        self.grid = self.grid_of(patch)
         if transformer["guidance_embeds"] == (self.embedded_guidance is None):
             wanted = "a number" if transformer["guidance_embeds"] else "None"
             raise ValueError(
@@ -89,7 +85,6 @@ class Flux1(DiffusersPolicy):
                 f"{type(self).__name__} gives it {channels}:\n"
                 "FLUX.1 is pipelines.flux1.Flux1, FLUX.1 Fill pipelines.flux1_fill.Flux1Fill"
             )
-        self.grid = self.height // patch, self.width // patch
         return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
@@ -112,10 +107,9 @@ class Flux1(DiffusersPolicy):
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         tokens, places = self.seen(x, cond)
         guidance = self.embedded_guidance
-        time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded like in the pipeline
         v = self.call_denoiser(
             tokens,
-            timestep=time.expand(len(x)),
+            timestep=self.rounded_times(sigma, len(x)),
             guidance=None if guidance is None else x.new_full((len(x),), guidance),
             encoder_hidden_states=cond["text"],
             pooled_projections=cond["pooled"],

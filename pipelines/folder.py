@@ -100,6 +100,8 @@ def activations(config: Mapping[str, Any], num_tokens: int, recomputed: bool) ->
         depth = 2 * config["layers_per_block"] + 1
         widths = config["block_out_channels"]
         layers = [num_tokens * w // 4**i for i, w in enumerate(widths) for _ in range(depth)]
+    elif "n_layers" in config:  # Z-Image; its refiners see a part of the tokens each
+        layers = [num_tokens * config["dim"]] * (config["n_layers"] + config["n_refiner_layers"])
     else:
         width = config["num_attention_heads"] * config["attention_head_dim"]
         depth = config["num_layers"] + config.get("num_single_layers", 0)

@@ -1,9 +1,9 @@
-"""Packs latents into tokens of 2 x 2, as the networks of FLUX.1 and Qwen-Image see them."""
+"""Packs latents into tokens, and says where each token is, as networks of pictures see them."""
 
 from math import prod
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 
@@ -23,3 +23,9 @@ def positions(picture: int, grid: tuple[int, int], like: Tensor) -> Float[Tensor
     rows, columns = (torch.arange(n, device=like.device) for n in grid)
     number = torch.tensor([picture], device=like.device)
     return torch.cartesian_prod(number, rows, columns).to(like.dtype)
+
+
+def places(sizes: tuple[int, int, int, int], x: Tensor) -> Int[Tensor, "n tokens 4"]:
+    """Return picture, row, column and word of every token of a grid, the same for each row of x."""
+    axes = [torch.arange(size, device=x.device) for size in sizes]
+    return torch.cartesian_prod(*axes).expand(len(x), -1, -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
 from pipelines.packing import pack, unpack
 from pipelines.schedules import sized_sigmas
@@ -29,8 +29,10 @@ class QwenImage(DiffusersPolicy):
     which `cond` holds the mask, and cut there.
     """
 
-    pipeline_class = QwenImagePipeline
-    transformer_class = QwenImageTransformer2DModel
+    pipeline_class: Any = QwenImagePipeline
+    transformer_class: Any = QwenImageTransformer2DModel
+    negative: str = NEGATIVE
+    """What guidance moves away from."""
 
     def __init__(
         self,
@@ -52,17 +54,12 @@ class QwenImage(DiffusersPolicy):
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         patch = 2 ** (len(vae["temperal_downsample"]) + 1)  # pixels along a side of a token
-        if self.height % patch or self.width % patch:
-            raise ValueError(
-                f"size {self.width}x{self.height}: both sides must be multiples of {patch} "
-                f"for {self.path}"
-            )
-        if transformer["guidance_embeds"]:
+        self.grid = self.grid_of(patch)
+        if transformer.get("guidance_embeds"):  # Krea 2 knows none
             raise ValueError(
                 f"the network of {self.path} takes guidance as an input, "
                 f"which {type(self).__name__} does not give"
             )
-        self.grid = self.height // patch, self.width // patch
         return vae["z_dim"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
@@ -73,13 +70,14 @@ class QwenImage(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        cond = self._read(prompts_of(requests))
+        cond = self.read(prompts_of(requests))
         if self.guidance <= 1:
             return cond
-        empty = self._read([NEGATIVE] * len(requests))
+        empty = self.read([self.negative] * len(requests))
         return cond | {f"{name}_neg": value for name, value in empty.items()}
 
-    def _read(self, prompts: list[str]) -> dict[str, Tensor]:
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
+        """Encode prompts to text and mask, padded to one length."""
         text, mask = self.pipe.encode_prompt(
             prompts, self.denoiser.device, max_sequence_length=self.max_sequence_length
         )
@@ -89,21 +87,28 @@ class QwenImage(DiffusersPolicy):
         v = self.answer(x, sigma, cond, "")
         if self.guidance > 1:
             v_neg = self.answer(x, sigma, cond, "_neg")
-            v = with_norm_of(v, v_neg + self.guidance * (v - v_neg))
-        return unpack(v, self.grid)
+            v = self.guided(v, v_neg)
+        return self.unpacked(v)
+
+    def guided(self, v: Tensor, v_neg: Tensor) -> Tensor:
+        """Return the guided velocity of tokens."""
+        return with_norm_of(v, v_neg + self.guidance * (v - v_neg))
 
     def answer(self, x: Tensor, sigma: Tensor, cond: Cond, ending: str) -> Tensor:
         """Evaluate the network with the text of this ending, and return the tokens of x."""
         tokens, shapes = self.seen(x, cond)
-        time = (sigma * 1000).to(DTYPES[self.precision]) / 1000  # rounded like in the pipeline
         v = self.call_denoiser(
             tokens,
-            timestep=time.expand(len(x)),
+            timestep=self.rounded_times(sigma, len(x)),
             encoder_hidden_states=cond[f"text{ending}"],
             encoder_hidden_states_mask=cond[f"mask{ending}"],
             img_shapes=[shapes] * len(x),
         )
         return v[:, : prod(self.grid)]
+
+    def unpacked(self, tokens: Tensor) -> Tensor:
+        """Return latents of the tokens of x."""
+        return unpack(tokens, self.grid)
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
         """Return the tokens that the network gets, those of x first, and the pictures' shapes."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
 from pipelines.packing import pack
-from pipelines.qwen_image import NEGATIVE, QwenImage, padded
+from pipelines.qwen_image import QwenImage, padded
 from pipelines.references import check_taken, cropped
+from pipelines.rows import one_kind_at_a_time
 from pipelines.weights import Lora
 
 
@@ -111,7 +112,7 @@ class QwenImageEdit(QwenImage):
         shown = [self.pipe.image_processor.resize(p, height, width) for p in pictures]
         cond = self._show(request.prompt, shown)
         if self.guidance > 1:
-            empty = self._show(NEGATIVE, shown)
+            empty = self._show(self.negative, shown)
             cond |= {f"{name}_neg": value for name, value in empty.items()}
         number = torch.tensor([len(pictures)], device=self.denoiser.device)
         return cond | {"sources": self._sources(pictures), "count": number}
@@ -135,12 +136,7 @@ class QwenImageEdit(QwenImage):
         return torch.cat([known, absent])[None]
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        sigma, v = sigma.expand(len(x)), torch.empty_like(x)
-        for count in cond["count"].unique():
-            rows = cond["count"] == count
-            some = {name: value[rows] for name, value in cond.items()}
-            v[rows] = super().velocity(x[rows], sigma[rows], some)
-        return v
+        return one_kind_at_a_time(super().velocity, cond["count"], x, sigma, cond)
 
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:
         sources = cond["sources"][:, : int(cond["count"][0])].unbind(1)

@@ -9,13 +9,18 @@ from torch import Tensor
 
 
 def sized_sigmas(scheduler: Any, num_tokens: int, num_steps: int) -> Tensor:
-    """Return the sigmas that a pipeline of `num_tokens` tokens sets: more tokens, more shift.
+    """Return the sigmas that a pipeline of `num_tokens` tokens sets: more tokens, more shift."""
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
+    return shifted_sigmas(scheduler, mu, num_steps)
+
+
+def shifted_sigmas(scheduler: Any, mu: float, num_steps: int) -> Tensor:
+    """Return the sigmas that a pipeline sets with the shift `mu`, if its scheduler uses one.
 
     One step goes from 1 to 0; a scheduler that stretches to a last sigma could not scale it.
     """
     if num_steps == 1:
         return torch.tensor([1.0, 0.0])
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
     scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
     return scheduler.sigmas.clone()

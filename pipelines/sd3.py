@@ -42,11 +42,7 @@ class SD3(DiffusersPolicy):
     ) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = factor * transformer["patch_size"]
-        if self.height % unit or self.width % unit:
-            raise ValueError(
-                f"size {self.width}x{self.height}: both sides must be multiples of {unit} "
-                f"for {self.path}"
-            )
+        self.grid_of(unit)
         return transformer["in_channels"], self.height // factor, self.width // factor
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:

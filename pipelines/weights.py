@@ -41,6 +41,13 @@ class Lora:
     """Name suffixes of the adapted linear layers. Source: Flow-GRPO's SD3 configuration."""
 
 
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""Attention layers by the names that most transformers of diffusers have.
+
+Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
+"""
+
+
 def load_pipeline(
     cls: type[DiffusionPipeline], path: str, dtype: torch.dtype, **components: Any
 ) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowalign.types import Cond, Policy, VelocityField
 
-LAST_LAYERS = ("proj_out", "conv_out")
+LAST_LAYERS = ("proj_out", "conv_out", "final_layer")
 """Names that the last layers of denoisers have in diffusers."""
 
 
@@ -20,7 +20,8 @@ class Observed(VelocityField):
     twice; its features then are those of both evaluations.
 
     Raises:
-        ValueError: The denoiser has no layer of the name that last layers have.
+        ValueError: The denoiser has no layer of the name that last layers have, or samples of a
+            batch are evaluated apart.
     """
 
     def __init__(self, policy: Policy):
@@ -33,6 +34,11 @@ class Observed(VelocityField):
         """Return the policy's dx / dsigma."""
         with _inputs_of(self.layers) as seen:
             v = self.policy.velocity(x, sigma, cond)
+        if any(len(hidden) % len(x) for hidden in seen):
+            raise ValueError(
+                f"a critic reads features of whole batches, and {type(self.policy).__name__} "
+                "evaluates samples of different lengths apart: choose credit without a critic"
+            )
         each = torch.cat([averaged(hidden) for hidden in seen]).unflatten(0, (-1, len(x)))
         self.rows.append(each.transpose(0, 1).flatten(1))
         return v

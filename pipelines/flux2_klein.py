@@ -1,0 +1,64 @@
+"""Wraps FLUX.2-klein as a flowalign policy: the small FLUX.2, with classifier-free guidance."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import Flux2KleinPipeline
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request
+from pipelines.base import Precision
+from pipelines.flux2 import LORA, Flux2
+from pipelines.folder import setting_of
+from pipelines.weights import Lora
+
+
+class Flux2Klein(Flux2):
+    """Wraps a `Flux2KleinPipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each; the negative
+    prompt is empty. Train the base model: the distilled one makes pictures in four steps without
+    guidance, which is refused with it, and training by many steps undoes the distillation.
+    """
+
+    pipeline_class = Flux2KleinPipeline
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 4.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(
+            path, height, width, 1.0, lora, precision, max_sequence_length, gradient_checkpointing
+        )
+        self.embedded_guidance, self.guidance = None, guidance
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        if self.guidance > 1 and setting_of(self.pipeline_class, self.path, "is_distilled"):
+            raise ValueError(
+                f"guidance is {self.guidance}, but {self.path} is distilled and knows none: "
+                "set policy.guidance to 1, or train the base model"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        cond = super().encode(requests)
+        return cond | {"text_neg": self.read([""] * len(requests))} if self.guidance > 1 else cond
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        v = super().velocity(x, sigma, cond)
+        if self.guidance <= 1:
+            return v
+        v_neg = self.answer(x, sigma, cond["text_neg"])
+        return v_neg + self.guidance * (v - v_neg)

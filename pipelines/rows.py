@@ -1,0 +1,25 @@
+"""Evaluates rows apart whose inputs have different shapes."""
+
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.types import Cond
+
+
+def one_kind_at_a_time(
+    velocity: Callable[[Tensor, Tensor, Cond], Tensor],
+    kind: Int[Tensor, "n"],
+    x: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, "*n"],
+    cond: Cond,
+) -> Float[Tensor, "n *latent"]:
+    """Return velocities of all rows, evaluated together only where `kind` is the same number."""
+    sigma, v = sigma.expand(len(x)), torch.empty_like(x)
+    for number in kind.unique():
+        rows = kind == number
+        some = {name: value[rows] for name, value in cond.items()}
+        v[rows] = velocity(x[rows], sigma[rows], some)
+    return v

@@ -1,0 +1,105 @@
+"""Wraps Z-Image as a flowalign policy: texts without padding, time that runs from noise."""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.schedules import sized_sigmas
+from pipelines.weights import ATTENTION, Lora
+
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: attention of all blocks, refiners included; layers of diffusers' dreambooth."""
+
+
+class ZImage(DiffusersPolicy):
+    """Wraps a `ZImagePipeline` folder or hub identifier as a text-to-image policy.
+
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. It is the
+    usual scale: the pipeline's `guidance_scale`, which is added on top of the conditional velocity,
+    is one less. The pipeline's `cfg_normalization` and `cfg_truncation` are off, as by default.
+
+    The network sees a text without padding. `cond` holds it padded, with its length.
+    """
+
+    pipeline_class = ZImagePipeline
+    transformer_class = ZImageTransformer2DModel
+    state = "x"
+
+    def __init__(
+        self,
+        path: str,
+        height: PositiveInt = 1024,
+        width: PositiveInt = 1024,
+        guidance: Guidance = 6.0,
+        lora: Lora | None = LORA,
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 512,
+        gradient_checkpointing: bool = False,
+    ):
+        super().__init__(path, lora, precision, gradient_checkpointing)
+        self.height, self.width, self.guidance = height, width, guidance
+        self.max_sequence_length = max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        self.grid = self.grid_of(2 ** len(vae["block_out_channels"]))  # tokens of 2 x 2 latents
+        return transformer["in_channels"], 2 * self.grid[0], 2 * self.grid[1]
+
+    def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:  # noqa: ARG002
+        return prod(self.grid) + self.max_sequence_length
+
+    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
+        return sized_sigmas(scheduler, prod(self.grid), num_steps)
+
+    @torch.no_grad()
+    def encode(self, requests: Sequence[Request]) -> Cond:
+        texts, empty = self.pipe.encode_prompt(
+            list(prompts_of(requests)),  # the pipeline writes into it
+            self.denoiser.device,
+            do_classifier_free_guidance=self.guidance > 1,
+            max_sequence_length=self.max_sequence_length,
+        )
+        cond = self._padded(texts, "")
+        return cond | self._padded(empty, "_neg") if empty else cond
+
+    def _padded(self, texts: list[Tensor], ending: str) -> dict[str, Tensor]:
+        rows = [pad(text, (0, 0, 0, self.max_sequence_length - len(text))) for text in texts]
+        lengths = torch.tensor([len(text) for text in texts], device=rows[0].device)
+        return {f"text{ending}": torch.stack(rows), f"length{ending}": lengths}
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        sigma, texts = sigma.expand(len(x)), unpadded(cond["text"], cond["length"])
+        if self.guidance <= 1:
+            return self.answer(x, sigma, texts)
+        texts += unpadded(cond["text_neg"], cond["length_neg"])
+        v, v_neg = self.answer(torch.cat([x, x]), sigma.repeat(2), texts).chunk(2)
+        return v_neg + self.guidance * (v - v_neg)
+
+    def answer(self, x: Tensor, sigma: Tensor, texts: list[Tensor]) -> Tensor:
+        """Evaluate the network, whose time is 0 at noise, and whose velocity points to data."""
+        return -self.call_denoiser(x, t=(1000 - 1000 * sigma) / 1000, cap_feats=texts)
+
+    def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
+        """Evaluate the network, which takes and returns lists of clips of one frame."""
+        dtype = DTYPES[self.precision]
+        clips = list(x.to(dtype)[:, :, None])
+        with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
+            found = self.denoiser(x=clips, return_dict=False, **inputs)[0]
+        return torch.stack(found)[:, :, 0].float()
+
+
+def unpadded(
+    texts: Float[Tensor, "n longest d"], lengths: Tensor
+) -> list[Float[Tensor, "length d"]]:
+    """Return the first tokens of each text, as many as it has."""
+    return [text[:length] for text, length in zip(texts, lengths.tolist(), strict=True)]

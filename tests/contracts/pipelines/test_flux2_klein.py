@@ -1,0 +1,80 @@
+"""FLUX.2-klein satisfies the contract of policies; its guidance is classifier-free."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipelines.flux2_klein import Flux2Klein
+from tests.fixtures.embedded import move
+from tests.fixtures.families import (
+    Family,
+    assert_official,
+    assert_one_time_per_row,
+    noise,
+    without_gradient,
+)
+from tests.fixtures.image_families import klein_family
+from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.tiny_images import build_flux2
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    return klein_family(tmp_path_factory.mktemp("klein"))
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    return family.new()
+
+
+class TestFlux2Klein(PictureContract):
+    """On the tiny pipeline."""
+
+
+@pytest.mark.parametrize(("height", "width", "guidance"), [(48, 64, 4.0), (64, 32, 1.0)])
+def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
+    policy = family.new(height=height, width=width, guidance=guidance)
+    move(policy)
+    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
+    assert_official(family, policy, family.prompts)
+
+
+def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
+    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
+
+
+def test_the_length_of_the_padding_is_part_of_the_model(family, plain):
+    """The network attends to padding, so another length gives another velocity."""
+    longer, x = family.new(max_sequence_length=80), noise(plain)
+    with torch.no_grad():
+        velocities = [
+            policy.velocity(
+                x, torch.tensor(0.5), policy.encode(requests_for(policy, family.prompts))
+            )
+            for policy in (plain, longer)
+        ]
+    assert (velocities[0] - velocities[1]).abs().max() > 1e-3
+
+
+def test_a_gradient_reaches_every_layer_of_the_adapter(family):
+    assert without_gradient(family.new(guidance=2.0), family.prompts) == set()
+
+
+def test_guidance_is_refused_where_the_folder_says_that_it_is_distilled(tmp_path):
+    path = build_flux2(tmp_path, klein=True)
+    index = Path(path, "model_index.json")
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
+    assert Flux2Klein(path, height=32, width=32, guidance=1.0).plan().latent_shape == (16, 2, 2)
+    with pytest.raises(ValueError, match=r"guidance is 4.0, .* is distilled .*train the base"):
+        Flux2Klein(path, height=32, width=32).plan()
+
+
+def test_dev_is_refused_before_weights_with_the_policy_that_takes_it(tmp_path):
+    path = build_flux2(tmp_path, klein=True, guidance_embeds=True)
+    with pytest.raises(ValueError, match=r"takes guidance .*\n.*pipelines.flux2.Flux2,"):
+        Flux2Klein(path, height=32, width=32).plan()

@@ -1,0 +1,89 @@
+"""Sana satisfies the contract of policies, by Euler steps in place of the folder's solver."""
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler
+
+from tests.fixtures.embedded import move
+from tests.fixtures.families import (
+    Family,
+    assert_official,
+    assert_one_time_per_row,
+    noise,
+    ours,
+    without_gradient,
+)
+from tests.fixtures.image_families import PROMPTS, sana_family
+from tests.fixtures.policy_contract import PictureContract
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory) -> Family:
+    return sana_family(tmp_path_factory.mktemp("sana"))
+
+
+@pytest.fixture(scope="module")
+def plain(family):
+    return family.new()
+
+
+class TestSana(PictureContract):
+    """On the tiny pipeline."""
+
+    # no key is known by which ComfyUI reads an adapter of this network
+    test_an_export_for_comfyui_acts_alike_by_its_rules = None
+    test_every_saved_adapter_file_that_comfyui_knows_acts_alike_there = None
+
+
+def test_comfyui_is_refused_as_a_target(plain, tmp_path):
+    plain.save_weights(str(tmp_path))
+    with pytest.raises(ValueError, match=r"no key is known .*SanaTransformer2DModel"):
+        plain.check_export(str(tmp_path), "comfyui")
+
+
+@pytest.mark.parametrize(("height", "width", "guidance"), [(32, 64, 4.5), (64, 32, 1.0)])
+def test_any_size_and_guidance_is_that_of_the_official_pipeline(family, height, width, guidance):
+    policy = family.new(height=height, width=width, guidance=guidance)
+    move(policy)
+    assert policy.evaluations_per_velocity == (2 if guidance > 1 else 1)
+    assert_official(family, policy, family.prompts)
+
+
+def test_the_schedule_is_shifted_once_and_ends_at_zero(plain):
+    """3 s / (1 + 2 s) of 1, 3/4, 1/2 and 1/4."""
+    torch.testing.assert_close(plain.schedule(4), torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0]))
+
+
+def test_the_folder_s_solver_at_first_order_comes_as_close_as_its_whole_times_allow(plain):
+    """Its sigmas begin at .9997, and the network gets times that are cut to integers."""
+    x = noise(plain)
+    solver = DPMSolverMultistepScheduler.from_config(plain.pipe.scheduler.config, solver_order=1)
+    before, plain.pipe.scheduler = plain.pipe.scheduler, solver
+    made = plain.pipe(
+        prompt=list(PROMPTS),
+        latents=x,
+        height=plain.height,
+        width=plain.width,
+        num_inference_steps=8,
+        guidance_scale=1.0,
+        max_sequence_length=plain.max_sequence_length,
+        use_resolution_binning=False,
+        output_type="latent",
+    ).images
+    plain.pipe.scheduler = before
+    difference = (made - ours(plain, PROMPTS, x, 8)).abs().max()
+    assert 0 < difference < 0.01 * made.abs().max()
+
+
+def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
+    assert_one_time_per_row(family.new(guidance=3.0), family.prompts)
+
+
+def test_a_gradient_reaches_every_layer_of_the_adapter(family):
+    """Those of self-attention and of cross attention."""
+    policy = family.new(guidance=2.0)
+    assert without_gradient(policy, family.prompts) == set()
+    adapted = [n for n, _ in policy.denoiser.named_modules() if n.endswith(".lora_A.default")]
+    assert len(adapted) == 2 * 8
