@@ -141,11 +141,14 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy):
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
         """Evaluate the network in the run's precision and return its output in float32."""
+        return self.outputs(x, **inputs)[0].float()
+
+    def outputs(self, x: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
+        """Evaluate the network in the run's precision and return all that it returns."""
         dtype = DTYPES[self.precision]
         inputs[self.state] = x.to(dtype)
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
-            out = self.denoiser(return_dict=False, **inputs)
-        return out[0].float()
+            return self.denoiser(return_dict=False, **inputs)
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
