@@ -66,7 +66,7 @@ class HunyuanVideo15(HunyuanBase):
                 f"the guider of {self.path} has {strange[0]} {other[strange[0]]}; "
                 f"HunyuanVideo15 computes {fixed[strange[0]]}"
             )
-        if transformer["use_meanflow"]:
+        if transformer.get("use_meanflow"):
             raise ValueError(
                 f"the network of {self.path} wants the next time of a step as well (use_meanflow), "
                 "which a velocity does not know: take a folder of another distillation"

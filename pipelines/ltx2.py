@@ -54,7 +54,7 @@ class LTX2(LTX):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        if vae["timestep_conditioning"]:
+        if vae.get("timestep_conditioning"):
             raise ValueError(f"the decoder of {self.path} wants a time, which LTX2 does not give")
         audio = config_of(self.pipeline_class, self.path, "audio_vae")
         seconds = self.video.num_frames / self.video.fps
