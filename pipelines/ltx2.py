@@ -54,11 +54,17 @@ class LTX2(LTX):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
+        clip = super().shape_of_latents(transformer, vae)
         if vae.get("timestep_conditioning"):
             raise ValueError(f"the decoder of {self.path} wants a time, which LTX2 does not give")
+        depth, blocks = transformer["num_layers"], self.streams.perturbed_blocks
+        if "perturbed" in self.others and not all(block < depth for block in blocks or [depth]):
+            raise ValueError(
+                f"streams.perturbed_blocks is {list(blocks)}; {self.path} has blocks 0 to "
+                f"{depth - 1}: name some of them, or set streams.perturbed to 0"
+            )
         audio = config_of(self.pipeline_class, self.path, "audio_vae")
         seconds = self.video.num_frames / self.video.fps
-        clip = super().shape_of_latents(transformer, vae)
         self.state_parts = Parts(clip, audio_shape(audio, seconds))
         return (self.state_parts.size,)
 

@@ -143,6 +143,13 @@ def test_the_adapter_is_on_the_six_attentions_of_every_block(ltx2):
     assert without_gradient(policy, PROMPTS) == set()
 
 
+@pytest.mark.parametrize("blocks", [(28,), ()])
+def test_blocks_that_the_network_does_not_have_are_refused(ltx2, blocks):
+    policy = of_clips(LTX2, ltx2.path, streams=Streams(perturbed_blocks=blocks))
+    with pytest.raises(ValueError, match=r"perturbed_blocks is \[.*blocks 0 to 1"):
+        policy.plan()
+
+
 def test_stored_clips_are_refused(ltx2):
     policy = ltx2.new()
     with pytest.raises(ValueError, match=r"LTX2 denoises a clip with its sound, .* on rollouts"):
@@ -181,7 +188,7 @@ def test_the_plan_reads_no_weights_and_counts_video_and_audio_tokens(monkeypatch
     """9 frames: 5 x 2 x 4 tokens, and 9 of .375 s, through two layers of 16 channels."""
     monkeypatch.setattr("pipelines.base.load_pipeline", None)
     monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
-    plan = of_clips(LTX2, ltx2.path, height=32, width=64).plan()
+    plan = of_clips(LTX2, ltx2.path, height=32, width=64, streams=ALL).plan()
     assert plan.latent_shape == (4 * 5 * 2 * 4 + 2 * 9 * 2,)
     assert plan.activation_bytes == 34 * 2 * 16 * (5 * 2 * 4 + 9) * 2
     assert plan.decode_bytes > 4 * 3 * 9 * 32 * 64
