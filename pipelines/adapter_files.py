@@ -17,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import LTXVideoTransformer3DModel, UNet2DConditionModel, WanTransformer3DModel
+from diffusers import (
+    LTX2VideoTransformer3DModel,
+    LTXVideoTransformer3DModel,
+    UNet2DConditionModel,
+    WanTransformer3DModel,
+)
 from diffusers.models import ModelMixin
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
@@ -169,12 +174,12 @@ def adapter_keys(part: str, denoiser: ModelMixin, names: Iterable[str]) -> dict[
     """Return the keys of tensors in the file for diffusers, which ComfyUI knows as well.
 
     Where ComfyUI's network has layers of other names than that of diffusers, the keys are those of
-    a form that both can read: Wan's and LTX-Video's original names, and those of attention
+    a form that both can read: original names of Wan, LTX-Video and LTX-2, and those of attention
     processors in UNets. Adapters of layers outside of Wan's blocks have no such form.
     """
     if isinstance(denoiser, UNet2DConditionModel):
         return {name: _unet_key(name) for name in names}
-    if isinstance(denoiser, LTXVideoTransformer3DModel):
+    if isinstance(denoiser, LTXVideoTransformer3DModel | LTX2VideoTransformer3DModel):
         return {name: f"diffusion_model.{name}" for name in names}
     plain = {name: f"{part}.{name}" for name in names}
     if not isinstance(denoiser, WanTransformer3DModel):

@@ -164,11 +164,14 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
         """Evaluate the network in the run's precision and return its output in float32."""
+        return self.outputs(x, **inputs)[0].float()
+
+    def outputs(self, x: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
+        """Evaluate the network in the run's precision and return all that it returns."""
         dtype = DTYPES[self.precision]
         inputs[self.state] = x.to(dtype)
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
-            out = self.denoiser(return_dict=False, **inputs)
-        return out[0].float()
+            return self.denoiser(return_dict=False, **inputs)
 
     def rounded_times(self, sigma: Tensor, count: int) -> Tensor:
         """Return one time per sample, of which 1000 times are rounded to the run's precision."""

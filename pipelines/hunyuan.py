@@ -1,21 +1,21 @@
 """Wraps HunyuanVideo (text to video) as a flowalign policy."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import HunyuanVideoPipeline, HunyuanVideoTransformer3DModel
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
+from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DTYPES, Precision
 from pipelines.framewise import windows
-from pipelines.video import Memory, Video, VideoPolicy
+from pipelines.hunyuan_base import HunyuanBase
+from pipelines.video import Memory, Video
 from pipelines.weights import Lora
 
 
-class HunyuanVideo(VideoPolicy):
+class HunyuanVideo(HunyuanBase):
     """Wraps a `HunyuanVideoPipeline` folder or hub identifier as a text-to-video policy.
 
     `embedded_guidance` is an input of the network, which was distilled to imitate that guidance
@@ -29,7 +29,6 @@ class HunyuanVideo(VideoPolicy):
 
     pipeline_class = HunyuanVideoPipeline
     transformer_class = HunyuanVideoTransformer3DModel
-    joint_text = True
 
     def __init__(
         self,
@@ -47,20 +46,6 @@ class HunyuanVideo(VideoPolicy):
         self.max_sequence_length = max_sequence_length
         self.evaluations_per_velocity = 2 if guidance > 1 else 1
 
-    def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
-        return (
-            vae["latent_channels"],
-            vae["temporal_compression_ratio"],
-            vae["spatial_compression_ratio"],
-        )
-
-    def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
-        size = transformer["patch_size"]
-        return transformer["patch_size_t"], size, size
-
-    def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
-        return torch.zeros(1), torch.tensor([1 / vae.config.scaling_factor])
-
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
@@ -71,37 +56,15 @@ class HunyuanVideo(VideoPolicy):
             )
         return super().shape_of_latents(transformer, vae)
 
-    def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 0.0, num_steps + 1)[:-1])
-        return scheduler.sigmas.clone()
-
-    @torch.no_grad()
-    def encode(self, requests: Sequence[Request]) -> Cond:
-        with self.text_encoders():
-            cond = self._read(prompts_of(requests))
-            if self.guidance <= 1:
-                return cond
-            empty = self._read([""] * len(requests))
-        return cond | {f"{name}_neg": value for name, value in empty.items()}
-
-    def _read(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
         text, pooled, mask = self.pipe.encode_prompt(
-            list(prompts),
+            prompts,
             device=self.denoiser.device,
             max_sequence_length=self.max_sequence_length,
         )
         return {"text": text, "pooled": pooled, "mask": mask}
 
-    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        sigma = sigma.expand(len(x))
-        plain = {name: value for name, value in cond.items() if not name.endswith("_neg")}
-        if self.guidance <= 1:
-            return self._unguided(x, sigma, plain)
-        both = {n: torch.cat([cond[f"{n}_neg"], value]) for n, value in plain.items()}
-        v_neg, v = self._unguided(torch.cat([x, x]), sigma.repeat(2), both).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
-
-    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+    def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         guidance, dtype = self.embedded_guidance, DTYPES[self.precision]
         if guidance is not None:  # rounded like in the pipeline, and so is the time
             guidance = 1000 * torch.full((len(x),), guidance, dtype=dtype, device=x.device)

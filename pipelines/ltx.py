@@ -96,13 +96,17 @@ class LTX(VideoPolicy):
         return cond | {"text_neg": text_neg, "mask_neg": mask_neg} if guided else cond
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        time = 1000 * sigma.expand(len(x))
+        time = self.times(x, sigma)
         if self.guidance <= 1:
             return self._unguided(x, time, cond["text"], cond["mask"])
         text = torch.cat([cond["text_neg"], cond["text"]])
         mask = torch.cat([cond["mask_neg"], cond["mask"]])
-        v_neg, v = self._unguided(torch.cat([x, x]), time.repeat(2), text, mask).chunk(2)
+        v_neg, v = self._unguided(torch.cat([x, x]), torch.cat([time, time]), text, mask).chunk(2)
         return v_neg + self.guidance * (v - v_neg)
+
+    def times(self, x: Tensor, sigma: Tensor) -> Tensor:
+        """Return the network's timestep input: [n], or [n, tokens] with one per token."""
+        return 1000 * sigma.expand(len(x))
 
     def _unguided(self, x: Tensor, time: Tensor, text: Tensor, mask: Tensor) -> Tensor:
         frames, height, width = self.grid

@@ -42,6 +42,15 @@ def hole_of(
     return hole
 
 
+def first_frames(
+    requests: Sequence[Request], proportion: float
+) -> tuple[list[Image.Image], list[int]]:
+    """Return the different first frames of requests, cropped, and which of them each has."""
+    given = [request.references[0] for request in requests]
+    different = list(dict.fromkeys(given))
+    return [cropped(one, proportion) for one in different], [different.index(one) for one in given]
+
+
 def cropped(reference: Reference, proportion: float) -> Image.Image:
     """Return the largest centre crop of a picture whose width is `proportion` times its height."""
     pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)

@@ -71,6 +71,8 @@ class VideoPolicy(DiffusersPolicy):
 
     joint_text: bool = False
     """Whether the network attends over text and video tokens together."""
+    one_by_one: bool = False
+    """Whether the VAE takes one sample at a time, whatever `memory.slice` says."""
 
     def __init__(
         self, path: str, video: Video, lora: Lora | None, precision: Precision, memory: Memory
@@ -83,6 +85,7 @@ class VideoPolicy(DiffusersPolicy):
         self.num_frames, self.shift = video.num_frames, video.shift
         self.offloaded = _ENCODERS if memory.offload_text else ()
         self.film = video.num_frames, memory.tile
+        self.alone = memory.slice or self.one_by_one
 
     @abstractmethod
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -114,6 +117,10 @@ class VideoPolicy(DiffusersPolicy):
             )
         return channels, (num_frames - 1) // frames + 1, self.height // pixels, self.width // pixels
 
+    def clip_shape(self, latent_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the video's latents within a state of this shape."""
+        return latent_shape
+
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
         tokens = prod(latent_shape[1:]) // prod(self.patch(transformer))
         return tokens + self.max_sequence_length if self.joint_text else tokens
@@ -124,7 +131,7 @@ class VideoPolicy(DiffusersPolicy):
     def set_up(self, vae: Any) -> None:
         if self.memory.tile:
             vae.enable_tiling()
-        if self.memory.slice:
+        if self.alone:
             vae.enable_slicing()
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
@@ -153,7 +160,7 @@ class VideoPolicy(DiffusersPolicy):
         device = "cpu" if self.memory.slice else x.device
         shape = len(x), self.video.num_frames, 3, self.height, self.width
         media = torch.empty(shape, device=device)
-        rows = torch.arange(len(x)).split(1 if self.memory.slice else max(1, len(x)))
+        rows = torch.arange(len(x)).split(1 if self.alone else max(1, len(x)))
         for some in rows:
             start = 0
             for piece in self.pieces(x[some] * std + mean):
@@ -209,10 +216,11 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
     encoders = width * encoder_parameters(policy.pipeline_class, policy.path)
     vae = hollow(policy.pipeline_class, policy.path).vae
     vae_bytes = 4 * sum(p.numel() for p in vae.parameters())
-    decoding = decode_bytes(policy, memory, plan.latent_shape)
+    clip_shape = policy.clip_shape(plan.latent_shape)
+    decoding = decode_bytes(policy, memory, clip_shape)
     savings = []
     for knob, other in _lighter(memory).items() if decoding > _LARGE else ():
-        lower = decode_bytes(policy, other, plan.latent_shape)
+        lower = decode_bytes(policy, other, clip_shape)
         savings.append(Saving("decoding", f"policy.memory.{knob}", decoding - lower))
     if not memory.gradient_checkpointing:
         setting, saved = "gradient_checkpointing: true", plan.activation_bytes - recomputed
@@ -222,14 +230,14 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
     return replace(
         plan,
         decode_bytes=decoding,
-        decodes_together=not memory.slice,
+        decodes_together=not policy.alone,
         text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
         offloaded_bytes=encoders if memory.offload_text else 0,
         savings=tuple(savings),
     )
 
 
-def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, ...]) -> int:
+def decode_bytes(policy: VideoPolicy, memory: Memory, clip_shape: tuple[int, ...]) -> int:
     """Return the peak bytes of decoding one sample with these settings, without the VAE's weights.
 
     It decodes tensors of the meta device. With tiles, one tile is decoded and the video counts
@@ -238,7 +246,7 @@ def decode_bytes(policy: VideoPolicy, memory: Memory, latent_shape: tuple[int, .
     probe = copy(policy)
     probe.memory, probe.pipe = memory, hollow(policy.pipeline_class, policy.path)
     probe.set_up(probe.pipe.vae)
-    channels, frames, height, width = latent_shape
+    channels, frames, height, width = clip_shape
     video = 4 * 3 * policy.video.num_frames * policy.height * policy.width
     if memory.tile:
         vae, video = probe.pipe.vae, 2 * video

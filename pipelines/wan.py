@@ -74,14 +74,16 @@ class Wan(VideoPolicy):
         if found != self.num_networks:
             raise ValueError(
                 f"{self.path} has {found} network(s), {type(self).__name__} wants "
-                f"{self.num_networks}: pipelines.wan.Wan is for one, pipelines.wan22.Wan22 for two"
+                f"{self.num_networks}: for two networks are pipelines.wan22.Wan22 and, from a "
+                "first frame, pipelines.wan22_i2v.Wan22I2V; for one pipelines.wan.Wan and others"
             )
         channels = vae["z_dim"] + self.condition_channels(vae)
         if transformer["in_channels"] != channels:
             raise ValueError(
                 f"the network of {self.path} takes {transformer['in_channels']} channels, "
                 f"{type(self).__name__} gives it {channels}:\n"
-                "text-to-video is pipelines.wan.Wan, image-to-video pipelines.wan_i2v.WanI2V"
+                "text-to-video is pipelines.wan.Wan, image-to-video pipelines.wan_i2v.WanI2V, "
+                "that of Wan 2.2 5B pipelines.wan22_i2v.WanTI2V"
             )
         return super().shape_of_latents(transformer, vae)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
 from pipelines.encoding import digest
-from pipelines.references import cropped
+from pipelines.references import first_frames
 from pipelines.video import Memory, Video
 from pipelines.wan import LORA, VIDEO, Wan
 from pipelines.weights import Lora
@@ -63,10 +63,7 @@ class WanI2V(Wan):
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         cond = dict(super().encode(requests))
-        given = [request.references[0] for request in requests]
-        different = list(dict.fromkeys(given))
-        rows = torch.tensor([different.index(one) for one in given], device=self.denoiser.device)
-        frames = [cropped(one, self.width / self.height) for one in different]
+        frames, rows = first_frames(requests, self.width / self.height)
         cond["image"] = torch.cat([self._first_frame(frame) for frame in frames])[rows]
         if self.pipe.components[self.part].config.image_dim is not None:
             cond["clip"] = self._features(frames).to(cond["text"].dtype)[rows]

@@ -107,6 +107,9 @@ class Policy(VelocityField):
     guidance: float = 1.0
     """Classifier-free guidance scale of `velocity`; 1 is no guidance."""
 
+    no_media: str = ""
+    """Why `embed` takes no stored media, as a predicate of this class; empty if it does."""
+
     fps: float | None = None
     """Frames per second of the decoded clips; None for pictures."""
 

@@ -25,7 +25,10 @@ SUCCESSORS = json.loads((ROOT / "tests/runs/old_run_files.json").read_text())
 OLD_LINES = 4932
 """The lines below configs/ when every run file was complete."""
 
-SINCE = ("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit")
+SINCE = (
+    *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "hunyuan_video15", "ltx2"),
+    *("ltx_video_i2v", "wan22_5b_i2v", "wan22_14b_i2v"),
+)
 """The models that came after version 0.1."""
 
 NEW = [
@@ -48,6 +51,12 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/crd.yaml"],
     ["configs/models/wan21_1_3b.yaml", "configs/methods/worldcompass_wan.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
+    ["configs/models/ltx2.yaml", "configs/methods/online_dpo_video.yaml"],
+    [
+        "configs/models/wan22_5b_i2v.yaml",
+        "configs/methods/worldcompass_wan.yaml",
+        "configs/tasks/first_frames.yaml",
+    ],
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_nft.yaml", "configs/methods/nft_step_credit.yaml"],
     ["configs/shapes.yaml", "configs/methods/awm.yaml", "configs/tasks/shapes_groups.yaml"],

@@ -7,7 +7,8 @@ from PIL import Image
 from flowalign.media.media import Media
 from flowalign.media.references import reference
 from flowalign.types import Request
-from pipelines.wan_i2v import WanI2V, cropped
+from pipelines.references import cropped
+from pipelines.wan_i2v import WanI2V
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,

@@ -1,0 +1,98 @@
+"""Wraps HunyuanVideo 1.5 (text to video) as a flowalign policy."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers import HunyuanVideo15Pipeline, HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from flowalign.types import Cond, Guidance, PositiveInt
+from pipelines.base import DTYPES, Precision
+from pipelines.folder import file_in, read_json
+from pipelines.hunyuan_base import HunyuanBase
+from pipelines.video import Memory, Video
+from pipelines.weights import Lora
+
+_FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+"""Settings of classifier-free guidance in a folder, with the values that this policy computes."""
+
+
+class HunyuanVideo15(HunyuanBase):
+    """Wraps a `HunyuanVideo15Pipeline` folder or hub identifier as a text-to-video policy.
+
+    `guidance` takes the place of the scale in the folder's guider; above 1 it makes the guided
+    velocity the policy, at two evaluations each. Only words between double quotes reach the second
+    text encoder, which is for text that is to be seen. The autoencoder takes one clip at a time,
+    and its attention has a mask of as many rows and columns as a tile has latents in all frames:
+    clips of full size need `memory.tile`.
+
+    The pipeline has no loader of adapters; what is saved loads by
+    pipe.transformer.load_lora_adapter(folder, prefix="transformer",
+    weight_name="pytorch_lora_weights.safetensors").
+    """
+
+    pipeline_class = HunyuanVideo15Pipeline
+    transformer_class = HunyuanVideo15Transformer3DModel
+    one_by_one = True
+
+    def __init__(
+        self,
+        path: str,
+        video: Video,
+        guidance: Guidance = 6.0,
+        lora: Lora | None = Lora(),  # noqa: B008 (frozen)
+        precision: Precision = "bf16",
+        max_sequence_length: PositiveInt = 1000,
+        memory: Memory = Memory(),  # noqa: B008 (frozen)
+    ):
+        super().__init__(path, video, lora, precision, memory)
+        if memory.decode_frames is not None:
+            raise ValueError(
+                f"memory.decode_frames is {memory.decode_frames}; the decoder of HunyuanVideo 1.5 "
+                "attends over all frames: use memory.tile"
+            )
+        self.guidance, self.max_sequence_length = guidance, max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        guider = read_json(file_in(self.path, "guider_config.json", "guider"))
+        fixed = {"_class_name": "ClassifierFreeGuidance", **_FIXED}
+        other = {name: guider.get(name, value) for name, value in fixed.items()}
+        if strange := sorted(name for name, value in fixed.items() if other[name] != value):
+            raise ValueError(
+                f"the guider of {self.path} has {strange[0]} {other[strange[0]]}; "
+                f"HunyuanVideo15 computes {fixed[strange[0]]}"
+            )
+        if transformer.get("use_meanflow"):
+            raise ValueError(
+                f"the network of {self.path} wants the next time of a step as well (use_meanflow), "
+                "which a velocity does not know: take a folder of another distillation"
+            )
+        return super().shape_of_latents(transformer, vae)
+
+    def read(self, prompts: list[str]) -> dict[str, Tensor]:
+        self.pipe.tokenizer_max_length = self.max_sequence_length
+        found = self.pipe.encode_prompt(
+            prompts,
+            device=self.denoiser.device,
+            dtype=DTYPES[self.precision],
+            batch_size=len(prompts),
+        )
+        return dict(zip(("text", "mask", "glyphs", "glyph_mask"), found, strict=True))
+
+    def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        dtype = DTYPES[self.precision]
+        no_frame = x.new_zeros(len(x), 1 + x.shape[1], *x.shape[2:])  # no latents, nor their mask
+        features = self.pipe.vision_num_semantic_tokens, self.pipe.vision_states_dim
+        return self.call_denoiser(
+            torch.cat([x, no_frame], 1),
+            timestep=(1000 * sigma).to(dtype),  # rounded like in the pipeline
+            image_embeds=x.new_zeros(len(x), *features, dtype=dtype),
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
+            encoder_hidden_states_2=cond["glyphs"],
+            encoder_attention_mask_2=cond["glyph_mask"],
+        )

@@ -1,0 +1,64 @@
+"""Describes the state of LTX-2: latents of a video and of its sound, in one flat vector."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_UNIT = 4
+"""Spectrogram frames of a latent, and frequencies; a constant of diffusers' audio autoencoder."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names the parts of a state: the video's latents, then the audio's."""
+
+    video: tuple[int, ...]
+    """(C, F, H, W)."""
+    audio: tuple[int, int, int]
+    """(C, L, M): L latents along time, of M frequencies."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of values of a state."""
+        return prod(self.video) + prod(self.audio)
+
+    def noise(self, num_samples: int, generator: torch.Generator) -> Float[Tensor, "n d"]:
+        """Draw the video's noise and then the audio's, in the order of the pipeline."""
+        shapes = self.video, self.audio
+        drawn = [torch.randn(num_samples, *shape, generator=generator) for shape in shapes]
+        return torch.cat([one.flatten(1) for one in drawn], 1)
+
+    def split(
+        self, x: Float[Tensor, "n d"]
+    ) -> tuple[Float[Tensor, "n C f h w"], Float[Tensor, "n c l m"]]:
+        """Return the latents of video and audio."""
+        video, audio = x.split([prod(self.video), prod(self.audio)], 1)
+        return video.unflatten(1, self.video), audio.unflatten(1, self.audio)
+
+    def audio_of(self, tokens: Float[Tensor, "n l t"]) -> Float[Tensor, "n c l m"]:
+        """Return the audio latents of tokens, one along time each."""
+        return tokens.unflatten(2, (-1, self.audio[2])).transpose(1, 2)
+
+
+def audio_tokens(audio: Float[Tensor, "n c l m"]) -> Float[Tensor, "n l t"]:
+    """Return audio latents as tokens, as the network and the statistics have them."""
+    return audio.transpose(1, 2).flatten(2)
+
+
+def audio_shape(config: Mapping[str, Any], seconds: float) -> tuple[int, int, int]:
+    """Return the shape of audio latents of this length, for the configuration of an autoencoder."""
+    rate = config["sample_rate"] / config["mel_hop_length"] / _UNIT
+    return config["latent_channels"], round(seconds * rate), config["mel_bins"] // _UNIT
+
+
+def waveform(pipe: Any, audio: Float[Tensor, "n c l m"], parts: Parts) -> Float[Tensor, "n s k"]:
+    """Decode audio latents to sound at the rate of the pipeline's vocoder."""
+    vae = pipe.audio_vae
+    tokens = audio_tokens(audio) * vae.latents_std + vae.latents_mean
+    spectrogram = vae.decode(parts.audio_of(tokens).to(vae.dtype), return_dict=False)[0]
+    return pipe.vocoder(spectrogram).float()

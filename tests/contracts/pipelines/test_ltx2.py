@@ -1,0 +1,204 @@
+"""LTX-2 satisfies the contract of policies; its sound, its state and its guidances are its own."""
+
+import pytest
+import torch
+
+from flowalign.types import plain_requests
+from pipelines.ltx2 import LTX2
+from pipelines.ltx2_guidance import Streams
+from tests.fixtures.clips import (
+    assert_official_clips,
+    assert_reads_prompts_with_its_encoders_on_the_device,
+    clip_family,
+    clips,
+)
+from tests.fixtures.embedded import move
+from tests.fixtures.families import (
+    Family,
+    assert_one_time_per_row,
+    noise,
+    ours,
+    without_gradient,
+)
+from tests.fixtures.policy_contract import PolicyContract
+from tests.fixtures.tiny_ltx2 import build_ltx2, call_ltx2, new_ltx2, official_ltx2
+from tests.fixtures.tiny_video_others import of_clips
+
+pytestmark = pytest.mark.slow
+PROMPTS = ("a red ball rolls", "two cats on a sofa")
+ALL = Streams(audio_guidance=4.0, perturbed=1.5, perturbed_blocks=(1,), modality=2.0, rescale=0.7)
+"""Every guidance, of different weights."""
+
+
+class TestLTX2(PolicyContract):
+    """On the fixture `family`."""
+
+    # text passes connectors, whose weights identify it as well: see below
+    test_encoders_are_named_alike_in_every_load_and_apart_after_a_change = None
+
+
+@pytest.fixture(scope="session")
+def ltx2(tmp_path_factory) -> Family:
+    root = tmp_path_factory.mktemp("ltx2")
+    path, other = build_ltx2(root / "one"), build_ltx2(root / "other", num_layers=3)
+    made = clip_family(LTX2, path, other, (), official_ltx2)
+    changes = {"query": "attn1.to_q", "new": lambda **c: new_ltx2(**{"path": path} | c)}
+    return Family(**vars(made) | changes)
+
+
+@pytest.fixture
+def family(ltx2) -> Family:
+    return ltx2
+
+
+STREAMS = {
+    "nothing": (1.0, Streams(audio_guidance=None, perturbed=0.0, modality=1.0, rescale=0.0), 1),
+    "negative": (3.0, Streams(audio_guidance=None, perturbed=0.0, modality=1.0), 2),
+    "perturbed": (1.0, Streams(audio_guidance=1.0, perturbed_blocks=(0,), modality=1.0), 2),
+    "isolated": (1.0, Streams(audio_guidance=None, perturbed=0.0, modality=3.0, rescale=0.0), 2),
+    "audio alone": (1.0, Streams(audio_guidance=4.0, perturbed=0.0, modality=1.0), 2),
+    "all": (3.0, ALL, 4),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_clips_and_sound_are_those_of_the_official_pipeline(ltx2, name):
+    guidance, streams, evaluations = STREAMS[name]
+    policy, counted = ltx2.new(guidance=guidance, streams=streams), []
+    assert policy.evaluations_per_velocity == evaluations
+    move(policy)
+    handle = policy.denoiser.register_forward_pre_hook(lambda *_: counted.append(1))
+    policy.velocity(noise(policy), torch.tensor(0.5), policy.encode(plain_requests(PROMPTS)))
+    handle.remove()
+    assert len(counted) == evaluations
+    assert_official_clips(ltx2, policy)
+
+
+def test_sound_is_that_of_the_official_pipeline(ltx2):
+    policy = ltx2.new(guidance=3.0, streams=ALL)
+    x = noise(policy)
+    sound = policy.sound(ours(policy, PROMPTS, x, 3))
+    theirs = call_ltx2(policy, PROMPTS, x, 3, "pt").audio
+    assert sound.shape == theirs.shape
+    assert sound.std() > 1e-4
+    torch.testing.assert_close(sound, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_seed_draws_the_noise_of_both_that_it_draws_in_the_official_pipeline(ltx2):
+    policy = ltx2.new()
+    made = policy.pipe(
+        list(PROMPTS),
+        height=32,
+        width=64,
+        num_frames=5,
+        frame_rate=12.0,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(5),
+        guidance_scale=1.0,
+        stg_scale=0.0,
+        modality_scale=1.0,
+        guidance_rescale=0.0,
+        audio_guidance_scale=1.0,
+        audio_stg_scale=0.0,
+        audio_modality_scale=1.0,
+        audio_guidance_rescale=0.0,
+        max_sequence_length=32,
+        output_type="np",
+    )
+    mine = ours(policy, PROMPTS, noise(policy), 2)
+    frames = torch.from_numpy(made.frames).movedim(-1, 2)
+    torch.testing.assert_close(policy.decode(mine), frames, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(policy.sound(mine), made.audio, atol=1e-5, rtol=1e-4)
+
+
+def test_a_state_is_the_video_and_then_five_twelfths_of_a_second_of_audio(ltx2):
+    """5 frames at 12 a second are .4167 s, at 25 latents a second 10; 3 x 2 x 4 of 4 channels."""
+    policy = ltx2.new()
+    x = noise(policy)
+    assert x.shape == (2, 4 * 3 * 2 * 4 + 2 * 10 * 2)
+    video, audio = policy.state_parts.split(x)
+    assert (video.shape, audio.shape) == ((2, 4, 3, 2, 4), (2, 2, 10, 2))
+    assert torch.equal(torch.cat([video.flatten(1), audio.flatten(1)], 1), x)
+    with torch.no_grad():
+        louder = x.clone()
+        louder[:, 96:] *= 2
+        sigma, cond = torch.tensor(0.6), policy.encode(plain_requests(PROMPTS))
+        change = policy.velocity(louder, sigma, cond) - policy.velocity(x, sigma, cond)
+    assert change[:, :96].abs().max() > 1e-4  # the video hears the audio
+    assert torch.equal(policy.decode(louder), policy.decode(x))
+    assert not torch.equal(policy.sound(louder), policy.sound(x))
+
+
+def test_rows_of_different_times_are_the_rows_alone_with_every_guidance(ltx2):
+    assert_one_time_per_row(ltx2.new(guidance=3.0, streams=ALL), PROMPTS)
+
+
+def test_the_adapter_is_on_the_six_attentions_of_every_block(ltx2):
+    policy = ltx2.new()
+    names = {n.partition(".lora_")[0] for n, p in policy.denoiser.named_parameters() if "lora" in n}
+    kinds = {name.split(".")[2] for name in names}
+    both = {"audio_to_video_attn", "video_to_audio_attn"}
+    assert kinds == {"attn1", "attn2", "audio_attn1", "audio_attn2"} | both
+    assert len(names) == 2 * 6 * 4
+    assert without_gradient(policy, PROMPTS) == set()
+
+
+@pytest.mark.parametrize("blocks", [(28,), ()])
+def test_blocks_that_the_network_does_not_have_are_refused(ltx2, blocks):
+    policy = of_clips(LTX2, ltx2.path, streams=Streams(perturbed_blocks=blocks))
+    with pytest.raises(ValueError, match=r"perturbed_blocks is \[.*blocks 0 to 1"):
+        policy.plan()
+
+
+def test_stored_clips_are_refused(ltx2):
+    policy = ltx2.new()
+    with pytest.raises(ValueError, match=r"LTX2 denoises a clip with its sound, .* on rollouts"):
+        policy.embed(clips(policy))
+
+
+def test_prompts_are_read_while_their_encoders_are_on_the_device(ltx2):
+    policy = ltx2.new(guidance=3.0, offload_text=True)
+    assert_reads_prompts_with_its_encoders_on_the_device(policy, PROMPTS)
+
+
+def test_the_name_of_the_text_encoder_depends_on_the_connectors_and_on_what_is_encoded(ltx2):
+    policy = ltx2.new()
+    media, text = policy.encoders()
+    assert ltx2.new().encoders() == (media, text)
+    assert ltx2.new(guidance=3.0).encoders()[1] != text
+    with torch.no_grad():
+        next(policy.pipe.connectors.parameters()).flatten()[3] += 1e-3
+    assert (policy.encoders()[0] == media, policy.encoders()[1] == text) == (True, False)
+    text = policy.encoders()[1]
+    with torch.no_grad():
+        next(policy.pipe.text_encoder.parameters()).flatten()[3] += 1e-3
+    assert policy.encoders()[1] != text
+
+
+def test_negatives_are_conditions_of_the_empty_prompt(ltx2):
+    policy = ltx2.new(guidance=3.0)
+    cond = policy.encode(plain_requests(PROMPTS))
+    empty = policy.encode(plain_requests([""]))
+    for name in ("text", "audio_text", "mask"):
+        both = empty[name].expand_as(cond[name])
+        torch.testing.assert_close(cond[f"{name}_neg"], both)
+
+
+def test_the_plan_reads_no_weights_and_counts_video_and_audio_tokens(monkeypatch, ltx2):
+    """9 frames: 5 x 2 x 4 tokens, and 9 of .375 s, through two layers of 16 channels."""
+    monkeypatch.setattr("pipelines.base.load_pipeline", None)
+    monkeypatch.setattr("torch.nn.Module.load_state_dict", None)
+    plan = of_clips(LTX2, ltx2.path, height=32, width=64, streams=ALL).plan()
+    assert plan.latent_shape == (4 * 5 * 2 * 4 + 2 * 9 * 2,)
+    assert plan.activation_bytes == 34 * 2 * 16 * (5 * 2 * 4 + 9) * 2
+    assert plan.decode_bytes > 4 * 3 * 9 * 32 * 64
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_decoder_holds_no_more_latent_frames_than_it_may(ltx2, size):
+    policy, held = ltx2.new(num_frames=13, decode_frames=size), []
+    policy.pipe.vae.decoder.register_forward_pre_hook(
+        lambda module, inputs: held.append(inputs[0].shape[2])
+    )
+    assert policy.decode(noise(policy)).shape == (2, 13, 3, 32, 64)
+    assert max(held) == size + 1
