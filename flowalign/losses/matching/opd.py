@@ -38,15 +38,17 @@ class OPD(MatchingLoss):
     regresses on the teacher's velocity, with the same minimum and without random steps.
     """
 
-    form: Literal["policy_gradient", "released"] = "policy_gradient"
-    """policy_gradient: the paper's; the reward of a step is minus the KL to the teacher, without a
-    gradient. released: of the authors' code, its mode gkd, which minimises the KL itself,
-    without the length of the step in the denominator."""
+    form: Literal["released", "policy_gradient", "sampled"] = "released"
+    """released: of the authors' code, its mode gkd, which minimises the KL to the teacher, without
+    the length of the step in the denominator. policy_gradient: the paper's; the reward of a step is
+    minus the KL to the teacher, without a gradient. It is the same whatever noise was drawn, so it
+    has no gradient in expectation, either. sampled: the reward is the log-ratio of teacher and
+    student for the step that was taken, whose expected gradient is that of minus the KL (ours)."""
     anchor: NonNegativeFloat = 0.04
     """Weight of the KL to the reference (MAR): a teacher of quality in the paper, the model before
     training in the code's default; 0: none."""
     clip: PositiveFloat = 1e-3
-    """Largest change of the ratio from which policy_gradient learns."""
+    """Largest change of the ratio from which the two forms with a reward learn."""
 
     def __post_init__(self) -> None:
         """Reject settings outside their ranges."""
@@ -70,13 +72,15 @@ class OPD(MatchingLoss):
         steps = residuals.required_transitions
         divergence = self._kl(residuals.policy, steps)
         stats = {"teacher_kl": divergence.detach().mean()}
-        if self.form == "policy_gradient":
-            reward, velocity = -divergence.detach(), residuals.policy + residuals.required_target
-            log_ratio = _logp(velocity, steps) - steps.logp_old
-            each = ppo_clip(log_ratio, reward, self.clip)
-            stats |= ratio_stats(log_ratio.detach(), reward, self.clip)
-        else:
+        if self.form == "released":
             each = divergence
+        else:
+            target = residuals.required_target
+            logp = _logp(residuals.policy + target, steps)
+            reward = -divergence if self.form == "policy_gradient" else _logp(target, steps) - logp
+            log_ratio = logp - steps.logp_old
+            each = ppo_clip(log_ratio, reward.detach(), self.clip)
+            stats |= ratio_stats(log_ratio.detach(), reward.detach(), self.clip)
         if self.anchor:
             distance = self._kl(residuals.policy - residuals.required_reference, steps)
             each = each + self.anchor * distance

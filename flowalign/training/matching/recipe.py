@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
+from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.points import Visited
 from flowalign.training.matching.references import FrozenBase
@@ -86,6 +87,8 @@ class Matching(Settings, Recipe):
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
+        if self.cold_start != "policy":
+            start_from(self.cold_start, learner, [t.path for t in self.teachers.values()])
         learner.fields["reference"] = self.reference.field(learner)
         for name, average in self.averages.items():
             average.follow(learner, name)

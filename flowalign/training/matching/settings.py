@@ -7,6 +7,7 @@ from typing import get_args
 from flowalign.functional.matching import Space
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.checks import OnFailure
+from flowalign.training.matching.cold_start import ColdStart
 from flowalign.training.matching.points import ForwardNoise, Points
 from flowalign.training.matching.references import (
     Average,
@@ -44,6 +45,9 @@ class Settings:
     teachers: Mapping[str, Teacher] = field(default_factory=dict)
     """Trained weights whose velocities are the targets, by a name; data say which teacher a request
     has if there are several. Empty: the target is the velocity to the data, noise - latents."""
+    cold_start: ColdStart = "policy"
+    """Weights from which the run starts: the policy's own, the `average` of the teachers' or, of
+    adapters, a `merge` of what they add to the model (Flow-OPD)."""
     points: Points = field(default_factory=ForwardNoise)
     """Points at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or `Visited`."""
     times: Times = field(default_factory=LogitNormal)
@@ -82,6 +86,11 @@ class Settings:
             raise ValueError(
                 f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "
                 "velocities: leave it at velocity"
+            )
+        if self.cold_start != "policy" and not self.teachers:
+            raise ValueError(
+                f"recipe.cold_start is {self.cold_start}, but recipe.teachers is empty: name the "
+                "teachers, or set it to policy"
             )
         if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
             raise ValueError(
