@@ -82,10 +82,11 @@ def gaussian_kl(p: Gaussian, q: Gaussian) -> Float[Tensor, "n"]:
     return _square(p.mean, q.mean) / (2 * p.std**2)
 
 
-def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, ""]) -> Float[Tensor, "n"]:
+def gaussian_kl_no_dt(p: Gaussian, q: Gaussian, dt: Float[Tensor, "*n"]) -> Float[Tensor, "n"]:
     """Return `gaussian_kl` times the step length, about ten times weaker, as Flow-GRPO's code does.
 
-    Published coefficients (0.04, 0.01) belong to this one. dt is sigma - sigma_next > 0.
+    Published coefficients (0.04, 0.01) belong to this one. dt is sigma - sigma_next > 0, of
+    all samples or of each.
     """
     return gaussian_kl(p, q) * dt
 

@@ -18,6 +18,7 @@ from flowalign.losses.matching.local_dpo import LocalDPO
 from flowalign.losses.matching.mapo import MaPO
 from flowalign.losses.matching.nft import NFT
 from flowalign.losses.matching.norm_guard import NormGuard
+from flowalign.losses.matching.opd import OPD
 from flowalign.losses.matching.ram import RAM
 from flowalign.losses.matching.rwr import RWR
 from flowalign.losses.matching.safeguard import Safeguard
@@ -42,6 +43,7 @@ __all__ = [
     "RAM",
     "NormGuard",
     "NFT",
+    "OPD",
     "KVPO",
     "FlowAWR",
     "DGPO",

@@ -85,6 +85,12 @@ class EMA:
         weight = 1 - self.decay(self.num_updates)
         torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], weight)
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Set the average to the parameters, as at its start."""
+        for own, p in zip(self.average, self.parameters, strict=True):
+            own.copy_(p)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the parameters to the average inside the context, and restore them afterwards."""

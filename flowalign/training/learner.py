@@ -76,7 +76,8 @@ class Learner:
     ):
         self.policy, self.cfg, self.processes = policy, cfg, processes
         self.total_updates = total_updates
-        self.reference: VelocityField = reference_for(policy)
+        self.fields: dict[str, VelocityField] = {"reference": reference_for(policy)}
+        """What the policy is compared with or learns from, by name; nothing here is trained."""
         self.named = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
         self.parameters: list[nn.Parameter] = list(self.named.values())
         self.optimizer = torch.optim.AdamW(
@@ -95,6 +96,11 @@ class Learner:
         self.num_updates = 0
         self.num_skipped = 0
         self.skipped_in_a_row = 0
+
+    @property
+    def reference(self) -> VelocityField:
+        """Return the field that the policy is compared with."""
+        return self.fields["reference"]
 
     @property
     def ema(self) -> EMA | None:

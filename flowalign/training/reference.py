@@ -56,16 +56,18 @@ class WeightOverride(VelocityField):
 
 
 class Guided(VelocityField):
-    """Evaluates the weights of another field with classifier-free guidance of its own scale.
+    """Evaluates the weights of another field, or of the policy, with guidance of its own scale.
+
+    The guidance is classifier-free, and nothing gets a gradient.
 
     Raises:
         ValueError: The policy has no guidance, or cannot encode the empty prompt alone.
     """
 
     def __init__(self, field: VelocityField, guidance: float):
-        plain = _around(field).policy
-        self.field = copy.copy(_around(field))
-        self.field.policy = policy = copy.copy(plain)
+        plain = _policy(field)
+        policy = copy.copy(plain)
+        self.field = _with_policy(field, policy)
         policy.guidance, policy.evaluations_per_velocity = guidance, 2
         guided = plain.evaluations_per_velocity > 1
         self.empty: dict[str, Tensor] = {}
@@ -83,15 +85,15 @@ def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
     """Return the conditioning on the empty prompt that only a guided policy has, in one row."""
     if plain.takes.references[1]:
         raise ValueError(
-            "reference.guidance needs conditioning on the empty prompt, which a policy that takes "
+            "guidance needs conditioning on the empty prompt, which a policy that takes "
             "references encodes only with guidance: set policy.guidance above 1"
         )
     empty = [Request(prompt="")]
     encoded, known = guided.encode(empty), plain.encode(empty)
     if encoded.keys() == known.keys():
         raise ValueError(
-            f"reference.guidance is {guided.guidance}, but {type(plain).__name__} has no "
-            "classifier-free guidance: use its reference without it"
+            f"guidance is {guided.guidance}, but {type(plain).__name__} has no "
+            "classifier-free guidance: leave it out"
         )
     return {name: row for name, row in encoded.items() if name not in known}
 
@@ -103,8 +105,7 @@ def conditional(field: VelocityField) -> VelocityField:
     """
     if isinstance(field, Guided):
         return field
-    policy = field if isinstance(field, Policy) else _around(field).policy
-    return field if policy.evaluations_per_velocity == 1 else unguided(field)
+    return field if _policy(field).evaluations_per_velocity == 1 else unguided(field)
 
 
 def unguided(field: VelocityField) -> VelocityField:
@@ -113,10 +114,19 @@ def unguided(field: VelocityField) -> VelocityField:
     Raises:
         ValueError: The policy samples without guidance.
     """
+    return _with_policy(field, _without_guidance(_policy(field)))
+
+
+def _policy(field: VelocityField) -> Policy:
+    return field if isinstance(field, Policy) else _around(field).policy
+
+
+def _with_policy(field: VelocityField, policy: Policy) -> VelocityField:
+    """Return the same weights evaluated by another shell of the policy."""
     if isinstance(field, Policy):
-        return _without_guidance(field)
+        return policy
     inner = copy.copy(_around(field))
-    inner.policy = _without_guidance(inner.policy)
+    inner.policy = policy
     return inner
 
 

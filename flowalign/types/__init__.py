@@ -22,6 +22,7 @@ from flowalign.types.matching import (
     MatchingLoss,
     Requirements,
     Residuals,
+    Transitions,
 )
 from flowalign.types.media_batch import MediaBatch
 from flowalign.types.policy import (
@@ -117,6 +118,7 @@ __all__ = [
     "SharedRows",
     "Takes",
     "Trajectory",
+    "Transitions",
     "ValueFunction",
     "VelocityField",
     "plain_requests",

@@ -13,9 +13,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Label = Literal["labels", "segments", "masks", "advantages"]
+from flowalign.functional.transition import Kernel
+
+Label = Literal["labels", "segments", "masks", "advantages", "transitions"]
 """Labels that a dataset may hold beside media and prompts: binary labels, the better medium of each
-latent frame, masks of where two media differ, and advantages within groups."""
+latent frame, masks of where two media differ, advantages within groups, and the stochastic steps
+that the policy took from the states that it visited."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +45,10 @@ class Examples:
     """Factor on what lies within the mask; None: 1."""
     weight_map: Float[Tensor, "n *map"] | None = None
     """Importance of each latent element, mean 1 per row; the errors have it applied already."""
-    expert_cond: Mapping[str, Tensor] | None = None
-    """Conditioning of the expert whose velocity each row is matched to; None: noise - latents."""
+    target_cond: Mapping[str, Tensor] | None = None
+    """Conditioning of the teacher whose velocity each row is matched to; None: that of the row."""
+    teachers: Sequence[str] = ()
+    """Name of the teacher of each row; empty: the only one, if the recipe has any."""
     advantage: Float[Tensor, "n"] | None = None
     """Advantage of each row within its group, clipped; None where rows are not scored."""
     group: Int[Tensor, "n"] | None = None
@@ -66,6 +71,27 @@ class Examples:
 
 
 @dataclass(frozen=True)
+class Transitions:
+    """Holds the stochastic steps that the old policy took from the states of the rows.
+
+    The mean of a step is linear in the velocity: means differ by `slope` times what velocities do.
+    """
+
+    travelled: Float[Tensor, "n *latent"]
+    """Velocity for which the state that was reached is the mean of the step."""
+    slope: Float[Tensor, "n"]
+    """Derivative of the mean by the velocity, which is negative."""
+    std: Float[Tensor, "n"]
+    """Standard deviation of the step."""
+    dt: Float[Tensor, "n"]
+    """Length of the step, sigma_k - sigma_{k+1}."""
+    logp_old: Float[Tensor, "n"]
+    """log pi_old of the step, averaged over latent elements."""
+    kernel: Kernel
+    """Transition family that took the steps."""
+
+
+@dataclass(frozen=True)
 class Residuals:
     """Holds prediction - target of the policy and of the reference, in the recipe's space."""
 
@@ -84,6 +110,8 @@ class Residuals:
     that do not read it."""
     sigma: Float[Tensor, "n"] | None = None
     """Noise level of each row; None in tests of losses that do not read it."""
+    transitions: Transitions | None = None
+    """Steps that were taken from the rows, where these are visited states and the steps random."""
 
     @property
     def required_reference(self) -> Float[Tensor, "n *latent"]:
@@ -102,6 +130,12 @@ class Residuals:
         """Return the anchor's residual, for losses that declare `Requirements.anchor`."""
         assert self.anchor is not None, "the loss uses an anchor without declaring it"
         return self.anchor
+
+    @property
+    def required_transitions(self) -> Transitions:
+        """Return the steps from the rows, for losses that require the label."""
+        assert self.transitions is not None, "the loss uses transitions without requiring them"
+        return self.transitions
 
     @property
     def required_sigma(self) -> Float[Tensor, "n"]:

@@ -16,7 +16,9 @@ from flowalign.functional.matching import (
     space_factor,
     step_at,
 )
-from flowalign.training.matching.noising import Noised, NoiseLevels, noise_for
+from flowalign.training.matching.noising import NoiseLevels, noise_for
+from flowalign.training.matching.points import ForwardNoise, Noised
+from flowalign.training.matching.references import Teacher
 from flowalign.training.matching.residuals import divergence, matching_residuals
 from flowalign.training.matching.times import LogitNormal, SamplerGrid, Uniform
 from flowalign.training.reference import FrozenCopy
@@ -234,6 +236,11 @@ def given(rows: Examples, sigma, noise) -> Noised:
     return Noised(rows, tensor(noise), tensor(sigma))
 
 
+def residuals_of(cfg, policy, part: Noised, **fields) -> Residuals:
+    """Residuals at the noised latents."""
+    return matching_residuals(cfg, policy, ForwardNoise().of(part, policy, None), fields)
+
+
 X0 = [[1.0, -2.0], [4.0, 0.5]]
 """Winner and loser of one pair."""
 
@@ -242,7 +249,7 @@ X0 = [[1.0, -2.0], [4.0, 0.5]]
 def test_residuals_are_prediction_minus_target_in_the_space(space, factor):
     rows = examples(2, 2, latents=tensor(X0))
     part = given(rows, [0.25], [[3.0, 1.0]])
-    errors = matching_residuals(recipe(space=space), Times(2.0), Times(-1.0), part)
+    errors = residuals_of(recipe(space=space), Times(2.0), part, reference=Times(-1.0))
     # x = .75 x0 + .25 noise; target = noise - x0.
     x = tensor([[1.5, -1.25], [3.75, 0.625]])
     target = tensor([[2.0, 3.0], [-1.0, 0.5]])
@@ -252,7 +259,7 @@ def test_residuals_are_prediction_minus_target_in_the_space(space, factor):
 
 def test_without_a_reference_none_is_evaluated():
     part = given(examples(2, 2), [0.5], [[3.0, 1.0]])
-    assert matching_residuals(recipe(), Times(2.0), None, part).reference is None
+    assert residuals_of(recipe(), Times(2.0), part).reference is None
 
 
 class Told(PixelPolicy):
@@ -262,11 +269,12 @@ class Told(PixelPolicy):
         return cond["text"] + 3 * x
 
 
-def test_an_expert_who_is_told_something_else_is_matched_instead_of_noise_minus_data():
+def test_a_teacher_who_is_told_something_else_is_matched_instead_of_noise_minus_data():
     said = tensor([[7.0, -3.0], [0.5, 2.5]])
-    rows = examples(2, 2, latents=tensor(X0), expert_cond={"text": said})
+    rows = examples(2, 2, latents=tensor(X0), target_cond={"text": said})
     part, x = given(rows, [0.25], [[3.0, 1.0]]), tensor([[1.5, -1.25], [3.75, 0.625]])
-    errors = matching_residuals(recipe(space="noise"), Times(2.0), Times(-1.0), part, Told())
+    cfg = recipe(space="noise", teachers={"told": Teacher(path="")})
+    errors = residuals_of(cfg, Times(2.0), part, reference=Times(-1.0), told=Told())
     assert_close(errors.policy, 0.75 * (2 * x - (said + 3 * x)))
     assert_close(errors.required_reference, 0.75 * (-x - (said + 3 * x)))
 
@@ -277,7 +285,8 @@ def test_nobody_is_asked_about_no_rows():
             raise AssertionError
 
     data = noise_for(recipe(), PixelPolicy(), pairs(0), 4, (0, 0, 0)).all()
-    errors = matching_residuals(recipe(), Unasked(), Unasked(), data, Unasked())
+    cfg = recipe(teachers={"told": Teacher(path="")})
+    errors = residuals_of(cfg, Unasked(), data, reference=Unasked(), told=Unasked())
     assert errors.policy.shape == errors.required_reference.shape == (0, 3)
 
 
@@ -287,7 +296,7 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
     part = given(plain, [0.4], torch.arange(6.0).reshape(1, 3, 1, 2).tolist())
     mapped = replace(part, examples=replace(plain, weight_map=weights))
     before, after = (
-        matching_residuals(recipe(), Times(2.0), Times(0.5), some) for some in (part, mapped)
+        residuals_of(recipe(), Times(2.0), some, reference=Times(0.5)) for some in (part, mapped)
     )
     assert_close(after.policy.square(), weights * before.policy.square())
     assert_close(after.required_reference.square(), weights * before.required_reference.square())
@@ -297,7 +306,7 @@ def test_a_weight_map_multiplies_squared_errors_of_every_channel():
 def test_the_gradient_reaches_the_policy_and_never_the_reference():
     data = noise_for(recipe(), PixelPolicy(), pairs(3), 0, (0, 0, 0)).all()
     policy, other = PixelPolicy(), FrozenCopy(PixelPolicy(seed=1))
-    errors = matching_residuals(recipe(), policy, other, data)
+    errors = residuals_of(recipe(), policy, data, reference=other)
     assert not errors.required_reference.requires_grad
     errors.policy.square().sum().backward()
     assert all(p.grad is not None for p in policy.denoiser.parameters())

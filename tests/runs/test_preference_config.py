@@ -177,11 +177,13 @@ def test_rollouts_without_rewards_are_refused(written):
     assert isinstance(run.recipe, Matching)
 
 
-def test_attributes_and_an_expert_come_together(written, tmp_path):
-    expert = {"path": str(tmp_path)}
-    for changes in ({DATA + "kind": "attributes"}, {RECIPE + "expert": expert}):
-        assert "recipe.data.kind attributes belong together" in complaint(written(changes))
-    load(written({DATA + "kind": "attributes", RECIPE + "expert": expert}))
+def test_attributes_and_a_teacher_come_together(written, tmp_path):
+    one = {"expert": {"path": str(tmp_path)}}
+    without = complaint(written({DATA + "kind": "attributes"}))
+    assert "names 0 teachers; recipe.data.kind attributes is matched to one" in without
+    pairs = complaint(written({RECIPE + "teachers": one}))
+    assert "StoredDataset with kind pairs are matched to noise - latents" in pairs
+    load(written({DATA + "kind": "attributes", RECIPE + "teachers": one}))
 
 
 def test_losses_of_parts_are_refused_for_samples_of_the_policy(written):

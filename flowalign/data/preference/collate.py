@@ -99,13 +99,13 @@ class Collator:
             mask_strength=torch.tensor([p.mask_strength for p in pairs] * 2) if has.masks else None,
             weight_map=_weight_maps(samples, latents, mirrored) if has.weight_maps else None,
             users=_users(examples, drop_user) * sides if has.users else [],
-            expert_cond=self._expert_cond(pairs) if has.targets else None,
+            target_cond=self._target_cond(pairs) if has.targets else None,
         )
 
-    def _expert_cond(self, pairs: Sequence[Pair]) -> Cond:
+    def _target_cond(self, pairs: Sequence[Pair]) -> Cond:
         """Read the conditioning of the winners' targets, then of the losers'."""
         targets = [requests_of(pair)[1:] for pair in pairs if pair.targets]
-        assert len(targets) == len(pairs), "some pairs are matched to an expert, others to data"
+        assert len(targets) == len(pairs), "some pairs are matched to a teacher, others to data"
         return self.texts.read([good for good, _ in targets] + [bad for _, bad in targets])
 
 

@@ -1,6 +1,8 @@
 """Train by matching losses of noised clean latents, on stored preferences or own rollouts."""
 
 from flowalign.training.ema import Ramp
+from flowalign.training.matching.own_states import OwnStates
+from flowalign.training.matching.points import ForwardNoise, GuidedStep, Points, Visited
 from flowalign.training.matching.recipe import Matching
 from flowalign.training.matching.references import (
     Average,
@@ -23,11 +25,15 @@ __all__ = [
     "BatchStream",
     "DataSource",
     "EMAReference",
+    "ForwardNoise",
     "FrozenBase",
     "GuidedReference",
+    "GuidedStep",
     "LogitNormal",
     "Matching",
+    "OwnStates",
     "PeriodicCopy",
+    "Points",
     "Ramp",
     "Reference",
     "Rollouts",
@@ -37,4 +43,5 @@ __all__ = [
     "Teacher",
     "Times",
     "Uniform",
+    "Visited",
 ]

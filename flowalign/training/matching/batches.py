@@ -10,7 +10,8 @@ from torch import Tensor
 from flowalign.types import Examples
 
 _PER_PAIR = ("segments",)
-_MAPPINGS = ("cond", "scores", "expert_cond")
+_NAMES = ("users", "teachers")
+_MAPPINGS = ("cond", "scores", "target_cond")
 
 
 def num_examples(examples: Examples) -> int:
@@ -26,8 +27,9 @@ def take(examples: Examples, indices: Int[Tensor, "k"]) -> Examples:
     def chosen(name: str, value: Tensor) -> Tensor:
         return value[(indices if name in _PER_PAIR else rows).to(value.device)]
 
-    kept = _mapped(examples, chosen)
-    return replace(kept, users=[kept.users[i] for i in rows.tolist()]) if kept.users else kept
+    named = {name: getattr(examples, name) for name in _NAMES}
+    names = {name: [row[i] for i in rows.tolist()] for name, row in named.items() if row}
+    return replace(_mapped(examples, chosen), **names)
 
 
 def unpaired(examples: Examples) -> Examples:

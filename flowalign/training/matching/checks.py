@@ -37,7 +37,8 @@ class MatchingChecks:
                 "Look for dropout, or for layers that change when they are evaluated."
             )
         expected = self.cfg.loss.requirements.at_start
-        if expected is None or not self.cfg.reference.equals_policy:
+        equal = self.cfg.reference.equals_policy and self.cfg.cold_start == "policy"
+        if expected is None or not equal:
             return
         expected *= metrics["weight"]
         found = metrics["policy_loss"]

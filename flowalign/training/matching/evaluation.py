@@ -6,9 +6,10 @@ from flowalign.functional.matching import sample_error
 from flowalign.training.learner import Learner
 from flowalign.training.matching.batches import num_examples, on
 from flowalign.training.matching.noising import NoiseLevels, noise_for
+from flowalign.training.matching.points import ForwardNoise
 from flowalign.training.matching.residuals import matching_residuals, personal
 from flowalign.training.matching.settings import Settings
-from flowalign.types import Examples, VelocityField
+from flowalign.types import Examples
 
 DRAWS = 4
 """Number of times and noises drawn for each pair."""
@@ -20,7 +21,6 @@ def held_out_metrics(
     learner: Learner,
     examples: Examples | None,
     seed: int,
-    expert: VelocityField | None = None,
 ) -> dict[str, float]:
     """Return implicit accuracy and drift of errors on held-out pairs.
 
@@ -34,9 +34,7 @@ def held_out_metrics(
     if examples is not None and count:
         data = personal(learner.policy, on(examples, processes.device))
         draws = [
-            _drifts(
-                cfg, learner, expert, noise_for(cfg, learner.policy, data, first, (seed, d, -1))
-            )
+            _drifts(cfg, learner, noise_for(cfg, learner.policy, data, first, (seed, d, -1)))
             for d in range(DRAWS)
         ]
         rows = torch.stack(draws).mean(0)
@@ -52,13 +50,12 @@ def held_out_metrics(
     }
 
 
-def _drifts(
-    cfg: Settings, learner: Learner, expert: VelocityField | None, noised: NoiseLevels
-) -> torch.Tensor:
+def _drifts(cfg: Settings, learner: Learner, noised: NoiseLevels) -> torch.Tensor:
     """Return [pairs, 3]: change of the winner's error, of the loser's, and which one fell more."""
-    found = []
+    found, fields = [], {name: learner.fields[name] for name in ("reference", *cfg.teachers)}
     for part in noised.parts(cfg.micro_batch):
-        residuals = matching_residuals(cfg, learner.policy, learner.reference, part, expert)
+        points = ForwardNoise().of(part, learner.policy, None)
+        residuals = matching_residuals(cfg, learner.policy, points, fields)
         drift = sample_error(residuals.policy) - sample_error(residuals.required_reference)
         chosen, rejected = drift.chunk(2)
         found.append(torch.stack([chosen, rejected, _in_order(chosen, rejected)], 1))

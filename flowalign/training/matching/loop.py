@@ -1,6 +1,6 @@
 """Run the matching loop.
 
-    examples -> noise -> residuals -> loss -> update
+    examples -> noise -> points -> residuals -> loss -> update
 
 A *step* of the loop takes one batch of its data source and makes `updates_per_step` x
 `epochs_per_step` *updates* of it; an update accumulates the gradient over *micro-batches*.
@@ -21,18 +21,19 @@ from flowalign.training.matching.batches import on, unpaired
 from flowalign.training.matching.checks import MatchingChecks
 from flowalign.training.matching.dividing import divided
 from flowalign.training.matching.evaluation import held_out_metrics
-from flowalign.training.matching.noising import Noised, noise_for
+from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.norms import means_by_third, norm_ratios
+from flowalign.training.matching.points import Noised
 from flowalign.training.matching.residuals import (
     divergence,
-    evaluated_averages,
+    evaluated_fields,
     matching_residuals,
     personal,
 )
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.settings import STEP_FIELD, Settings
 from flowalign.training.matching.source import Batch, BatchStream
 from flowalign.training.recipe import Log, Loop
-from flowalign.types import ALONE, Examples, LossContext, VelocityField
+from flowalign.types import ALONE, Examples, LossContext
 from flowalign.utils.seeds import generator
 
 _MARGIN = "typical_margin"
@@ -48,11 +49,10 @@ class MatchingLoop(Loop):
         learner: Learner,
         stream: BatchStream,
         seed: int,
-        expert: VelocityField | None = None,
         log: Log = lambda _: None,
     ):
         self.cfg, self.learner, self.stream, self.seed = cfg, learner, stream, seed
-        self.expert, self.log = expert, log
+        self.log = log
         self.held_out = stream.held_out()
         self.loss_state: dict[str, float] = {}
         """Numbers that the loss and the checks keep from update to update."""
@@ -80,7 +80,7 @@ class MatchingLoop(Loop):
     @override
     def evaluate(self) -> dict[str, float]:
         """Return the agreement with held-out pairs, compared with the reference."""
-        return held_out_metrics(self.cfg, self.learner, self.held_out, self.seed, self.expert)
+        return held_out_metrics(self.cfg, self.learner, self.held_out, self.seed)
 
     @override
     def draw(self) -> float:
@@ -101,7 +101,9 @@ class MatchingLoop(Loop):
         examples = personal(learner.policy, on(batch.examples, learner.processes.device))
         for epoch in range(cfg.epochs_per_step):
             key = seed, step, epoch
-            levels = noise_for(cfg, learner.policy, examples, batch.first, key, batch.steps)
+            levels = noise_for(
+                cfg, learner.policy, examples, batch.first, key, batch.steps, batch.visited
+            )
             draw = generator(seed, "order", step, epoch)
             for update in divided(cfg, levels, batch.first, learner.processes, draw):
                 parts = (levels.take(part) for part in update.parts)
@@ -120,7 +122,7 @@ class MatchingLoop(Loop):
         context = LossContext(self.loss_state.get(_MARGIN, 0.0), learner.processes.gather)
         for part in parts:
             share = len(part.sigma) / total
-            loss, found = micro_batch_loss(self.cfg, learner, part, self.expert, context)
+            loss, found = micro_batch_loss(self.cfg, learner, part, context)
             if not share:  # without examples a rank still takes part in the loss's gather
                 continue
             learner.backward(share * loss)
@@ -139,20 +141,19 @@ def micro_batch_loss(
     cfg: Settings,
     learner: Learner,
     part: Noised,
-    expert: VelocityField | None = None,
     context: LossContext = ALONE,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the recipe's loss with its SFT and KL terms, and detached scalars for the log."""
-    reference = learner.reference if cfg.needs_reference else None
-    averages = evaluated_averages(cfg, learner)
-    residuals = matching_residuals(cfg, learner.policy, reference, part, expert, averages)
-    examples = part.examples if cfg.loss.requirements.paired else unpaired(part.examples)
+    points = cfg.points.of(part, learner.policy, learner.fields.get(STEP_FIELD))
+    fields = evaluated_fields(cfg, learner)
+    residuals = matching_residuals(cfg, learner.policy, points, fields)
+    examples = points.examples if cfg.loss.requirements.paired else unpaired(points.examples)
     loss, stats = cfg.loss.loss(residuals, examples, context)
-    stats |= norm_ratios(residuals) | {"weight": part.examples.weight.mean()}
+    stats |= norm_ratios(residuals) | {"weight": points.examples.weight.mean()}
     if residuals.old is not None:
         stats["old_drift"] = (residuals.policy - residuals.old).square().mean()
     if cfg.sft:
-        stats["sft"] = _winners(sample_error(residuals.policy), part.examples)
+        stats["sft"] = _winners(sample_error(residuals.policy), points.examples)
         loss = loss + cfg.sft * stats["sft"]
     if cfg.kl:
         stats["kl"] = divergence(residuals)

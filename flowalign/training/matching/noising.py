@@ -9,27 +9,12 @@ from torch import Tensor
 
 from flowalign.functional.matching import step_at
 from flowalign.training.matching.batches import num_examples, take
+from flowalign.training.matching.points import Noised
 from flowalign.training.matching.settings import Settings
 from flowalign.training.matching.source import StepAdvantages
-from flowalign.types import Examples, Policy
+from flowalign.training.matching.visited import noise_of, transitions_from
+from flowalign.types import Examples, Policy, Trajectory
 from flowalign.utils.seeds import generator
-
-
-@dataclass(frozen=True)
-class Noised:
-    """Holds examples with the noise and the times that they are noised by."""
-
-    examples: Examples
-    """Clean latents and their labels."""
-    noise: Float[Tensor, "m *latent"]
-    """Noise of each pair, or sample."""
-    sigma: Float[Tensor, "m"]
-    """Time of each pair, or sample."""
-
-    def rows(self) -> tuple[Float[Tensor, "n *latent"], Float[Tensor, "n"]]:
-        """Return noise and sigma of every row; both rows of a pair have the pair's."""
-        copies = 2 if self.examples.paired else 1
-        return torch.cat([self.noise] * copies), torch.cat([self.sigma] * copies)
 
 
 @dataclass(frozen=True)
@@ -50,6 +35,10 @@ class NoiseLevels:
     """Noise levels of an example, some of which may be left out."""
     steps: StepAdvantages | None = None
     """Advantages of denoising steps, if examples count by those at their noise levels."""
+    uniform: Float[Tensor, "m K"] | None = None
+    """Numbers in [0, 1) that the points draw at each level; None if they draw none."""
+    visited: Trajectory | None = None
+    """Trajectories of the examples whose states are matched in place of noised latents."""
 
     def __len__(self) -> int:
         """Return the number of noise levels of all examples."""
@@ -69,7 +58,12 @@ class NoiseLevels:
             examples = replace(examples, group=self.group[indices].to(examples.latents.device))
         if self.steps is not None and len(index):
             examples = _of_steps(examples, self.steps, index, sigma)
-        return Noised(examples, self.noise[indices], sigma)
+        noise, transitions = self.noise[indices], None
+        if self.visited is not None:
+            noise = noise_of(self.visited, index, sigma)
+            transitions = transitions_from(self.visited, index, sigma)
+        uniform = None if self.uniform is None else self.uniform[indices]
+        return Noised(examples, noise, sigma, uniform, transitions)
 
     def all(self) -> Noised:
         """Return all examples at all their noise levels."""
@@ -88,6 +82,7 @@ def noise_for(
     first: int,
     key: tuple[int, ...],
     steps: StepAdvantages | None = None,
+    visited: Trajectory | None = None,
 ) -> NoiseLevels:
     """Draw noise and times; `first` is the position of the first example among all processes'.
 
@@ -101,14 +96,26 @@ def noise_for(
         assert examples.group is not None, "the recipe is refused without groups"
         groups = examples.group.tolist()
     drawn = [_draws(cfg, policy, shape, first + i, group, key) for i, group in enumerate(groups)]
-    sigma = torch.cat([s for s, _ in drawn]) if drawn else torch.zeros(0)
-    noise = torch.cat([n for _, n in drawn]) if drawn else torch.zeros(0, *shape)
+    empty = torch.zeros(0), torch.zeros(0, *shape), torch.zeros(0, cfg.points.draws)
+    sigma, noise, uniform = (torch.cat(all_of) for all_of in zip(empty, *drawn, strict=True))
     index = torch.arange(count).repeat_interleave(levels)
     level = torch.arange(levels).repeat(count)
     if steps is not None:
         kept = steps.trained[index, step_at(sigma, steps.sigmas)]
         index, level, noise, sigma = index[kept], level[kept], noise[kept], sigma[kept]
-    return NoiseLevels(examples, index, level, noise.to(device), sigma.to(device), levels, steps)
+        uniform = uniform[kept]
+    drawn_by_points = uniform.to(device) if cfg.points.draws else None
+    return NoiseLevels(
+        examples,
+        index,
+        level,
+        noise.to(device),
+        sigma.to(device),
+        levels,
+        steps,
+        drawn_by_points,
+        visited,
+    )
 
 
 def _draws(
@@ -118,14 +125,18 @@ def _draws(
     position: int,
     group: int | None,
     key: tuple[int, ...],
-) -> tuple[Float[Tensor, "k"], Float[Tensor, "k *latent"]]:
-    """Return times and noises of an example; a group shares its times, and its noises if asked."""
+) -> tuple[Float[Tensor, "k"], Float[Tensor, "k *latent"], Float[Tensor, "k K"]]:
+    """Return times, noises and the points' numbers of an example.
+
+    A group shares its times, and its noises if asked.
+    """
     seed, *index = key
     own = generator(seed, "match", *index, position)
     shared = own if group is None else generator(seed, "match_group", *index, group)
     sigma = cfg.times.draw(cfg.times_per_sample, policy, shared)
     source = shared if cfg.loss.requirements.shared_noise else own
-    return sigma, torch.randn(cfg.times_per_sample, *shape, generator=source)
+    noise = torch.randn(cfg.times_per_sample, *shape, generator=source)
+    return sigma, noise, torch.rand(cfg.times_per_sample, cfg.points.draws, generator=own)
 
 
 def _of_steps(

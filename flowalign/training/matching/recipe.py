@@ -9,12 +9,15 @@ from typing_extensions import override
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.training.learner import Learner
+from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.loop import MatchingLoop
+from flowalign.training.matching.points import Visited
 from flowalign.training.matching.references import FrozenBase
-from flowalign.training.matching.settings import Settings
+from flowalign.training.matching.settings import STEP_FIELD, Settings
 from flowalign.training.matching.source import DataSource
+from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
-from flowalign.types import ModelPlan
+from flowalign.types import ModelPlan, Policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +49,7 @@ class Matching(Settings, Recipe):
     def check(self, run: RunContext) -> None:
         self._check_loss_and_data()
         self._check_references()
+        self._check_points(run.policy)
         self.data.check(run)
 
     @override
@@ -58,9 +62,9 @@ class Matching(Settings, Recipe):
                 f"to {world} processes"
             )
         batch = data.examples_per_step * (2 if data.paired else 1)
-        rows, has_expert = batch * self.times_per_sample, self.expert is not None
-        passes = rows * self.epochs_per_step
-        others = self.evaluations_beside | {"expert": int(has_expert)}
+        rows = batch * self.times_per_sample
+        passes, per_row = rows * self.epochs_per_step, self.points.rows
+        others = self.evaluations_beside
         beside = "".join(f" + {passes * n} {name}" for name, n in others.items() if n)
         most = "at most " if data.leaves_levels_out else ""
         reference = type(self.reference).__name__ if self.needs_reference else None
@@ -69,27 +73,32 @@ class Matching(Settings, Recipe):
             rows={
                 "loss": f"{loss}, reference {reference}" if reference else f"{loss}, no reference",
                 **made.rows,
-                "matching evaluations per step": f"{most}{passes} training{beside}",
+                "matching evaluations per step": f"{most}{passes * per_row} training{beside}",
             },
             parts=[
                 MemoryPart("latents", 4 * (batch // world) * size),
                 MemoryPart("noise", 4 * (rows // (1 + data.paired) // world) * size),
                 *made.parts,
             ],
-            evaluations_per_example=1 + data.paired,
+            evaluations_per_example=(1 + data.paired) * per_row,
             decode_batches=made.decode_batches,
-            weight_copies=self.reference.weight_copies + len(self.averages) + has_expert,
+            weight_copies=self.reference.weight_copies + len(self.averages) + len(self.teachers),
         )
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        self.reference.build(learner)
+        if self.cold_start != "policy":
+            start_from(self.cold_start, learner, [t.path for t in self.teachers.values()])
+        learner.fields["reference"] = self.reference.field(learner)
         for name, average in self.averages.items():
             average.follow(learner, name)
-        expert = self.expert.field(learner) if self.expert else None
+        for name, teacher in self.teachers.items():
+            learner.fields[name] = teacher.field(learner)
+        step = self.points.field(learner.policy)
+        learner.fields |= {} if step is None else {STEP_FIELD: step}
         requires = self.loss.requirements.requires
         stream = self.data.open(learner, run.rewards, run.seed, requires, log)
-        return MatchingLoop(self, learner, stream, run.seed, expert, log)
+        return MatchingLoop(self, learner, stream, run.seed, log)
 
     def _check_loss_and_data(self) -> None:
         """Raise ValueError if the loss cannot learn from such data."""
@@ -102,7 +111,7 @@ class Matching(Settings, Recipe):
         if missing := sorted(requirements.requires - self.data.provides):
             raise ValueError(
                 f"recipe.loss {loss} needs {' and '.join(missing)}, which data of class "
-                f"{type(self.data).__name__} never has here: it takes pairs that are stored"
+                f"{type(self.data).__name__} never has here: see docs/concepts/matching_losses.md"
             )
         self._check_groups()
         if requirements.whole_batch:
@@ -124,13 +133,48 @@ class Matching(Settings, Recipe):
                 "samples of a group: make it at least as large"
             )
 
+    def _check_points(self, policy: Policy) -> None:
+        """Raise ValueError for points that such data, or such a loss, do not have."""
+        points, loss, data = type(self.points).__name__, type(self.loss).__name__, self.data
+        steps, needs = data.trajectory_steps, self.loss.requirements
+        if isinstance(self.points, Visited) != (steps is not None):
+            raise ValueError(
+                f"recipe.points is {points}, and data of class {type(data).__name__} are "
+                f"{'no ' if steps is None else ''}trajectories: Visited and OwnStates go together"
+            )
+        if steps is not None:
+            self._check_visited(steps, policy)
+        if self.points.rows > 1 and (data.paired or needs.whole_groups or needs.whole_batch):
+            raise ValueError(
+                f"recipe.points is {points}, which adds rows to each sample, but {loss} or "
+                "recipe.data compare samples: choose a loss of single samples, such as SFT"
+            )
+
+    def _check_visited(self, num_steps: int, policy: Policy) -> None:
+        """Raise ValueError if times are no visited states, or no steps that the loss can use."""
+        times, loss = self.times, type(self.loss).__name__
+        if not isinstance(times, SamplerGrid) or times.num_steps != num_steps:
+            raise ValueError(
+                "recipe.points is Visited, so recipe.times must be a SamplerGrid of the "
+                f"{num_steps} steps of recipe.data.sampling; it is {times}"
+            )
+        if "transitions" not in self.loss.requirements.requires:
+            return
+        if fixed := sorted({*times.steps} - self.data.random_steps):
+            raise ValueError(
+                f"recipe.loss {loss} needs random steps, but recipe.times has the steps {fixed}, "
+                "at which recipe.data.sampling draws no noise: move times.start and stop, or "
+                "sampling.sde_window"
+            )
+        if policy.evaluations_per_velocity > 1:
+            raise ValueError(
+                f"recipe.loss {loss} compares the policy without guidance with its own steps, and "
+                f"policy.guidance is {policy.guidance}: set it to 1.0, or take SFT with teachers"
+            )
+
     def _check_references(self) -> None:
         """Raise ValueError if a reference is named that would not be evaluated."""
-        if self.data.needs_expert != (self.expert is not None):
-            raise ValueError(
-                "recipe.expert and recipe.data.kind attributes belong together: "
-                "an expert says what rows with attributes are matched to"
-            )
+        self.data.check_teachers([*self.teachers])
         self.check_averages(self.data.sampled_weights or "nothing")
         if not (self.needs_reference or isinstance(self.reference, FrozenBase)):
             raise ValueError(

@@ -40,11 +40,15 @@ class Average:
             raise ValueError(f"{type(self).__name__}.decay is {self.decay}; it must be in [0, 1)")
 
     def follow(self, learner: Learner, name: AverageName) -> VelocityField:
-        """Average the parameters from now on, under this name, and return the average's field."""
+        """Average the parameters from now on, under this name, and return the average's field.
+
+        The learner has the field by this name, too.
+        """
         d = self.decay
         ramp = d if isinstance(d, Ramp) else Ramp(start=d, highest=d)
         learner.averages[name] = EMA(learner.parameters, ramp.at, per=self.per)
-        return WeightOverride(learner.policy, learner.averages[name])
+        learner.fields[name] = WeightOverride(learner.policy, learner.averages[name])
+        return learner.fields[name]
 
 
 class Reference(ABC):
@@ -61,8 +65,8 @@ class Reference(ABC):
         return 1
 
     @abstractmethod
-    def build(self, learner: Learner) -> None:
-        """Set the learner's reference. Called once, before any update or resumption."""
+    def field(self, learner: Learner) -> VelocityField:
+        """Return the reference's velocity field. Called once, before any update or resumption."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +84,10 @@ class FrozenBase(Reference):
         """Return 0: what full fine-tuning copies is counted with the network."""
         return 0
 
-    def build(self, learner: Learner) -> None:
-        """Keep the reference that a learner starts with."""
+    @override
+    def field(self, learner: Learner) -> VelocityField:
+        """Return the reference that a learner starts with."""
+        return learner.reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +109,10 @@ class EMAReference(Reference, Average):
         """Return True: the average starts as a copy."""
         return True
 
-    def build(self, learner: Learner) -> None:
+    @override
+    def field(self, learner: Learner) -> VelocityField:
         """Average the parameters from now on."""
-        learner.reference = self.follow(learner, "reference")
+        return self.follow(learner, "reference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +132,12 @@ class PeriodicCopy(Reference):
         """Return True: the reference starts as a copy."""
         return True
 
-    def build(self, learner: Learner) -> None:
+    @override
+    def field(self, learner: Learner) -> VelocityField:
         """Follow the parameters by an average with decay 0, which is a copy."""
         average = EMA(learner.parameters, 0.0, self.every)
         learner.averages["reference"] = average
-        learner.reference = WeightOverride(learner.policy, average)
+        return WeightOverride(learner.policy, average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,12 +152,9 @@ class Teacher(Reference):
         """Return False: the weights are others."""
         return False
 
-    def build(self, learner: Learner) -> None:
-        """Read the weights beside the policy's; raise ValueError for those of another model."""
-        learner.reference = self.field(learner)
-
+    @override
     def field(self, learner: Learner) -> VelocityField:
-        """Return the teacher's velocity field; raise ValueError for weights of another model."""
+        """Read the weights beside the policy's; raise ValueError for those of another model."""
         own = EMA(learner.parameters, 0.0)
         learner.policy.load_weights(self.path)
         teacher = EMA(learner.parameters, 0.0)
@@ -187,7 +192,7 @@ class GuidedReference(Reference):
     def weight_copies(self) -> int:
         return self.inner.weight_copies
 
-    def build(self, learner: Learner) -> None:
+    @override
+    def field(self, learner: Learner) -> VelocityField:
         """Guide the inner reference; raise ValueError for a policy that has no guidance."""
-        self.inner.build(learner)
-        learner.reference = Guided(learner.reference, self.guidance)
+        return Guided(self.inner.field(learner), self.guidance)

@@ -3,18 +3,16 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.functional.matching import noised, per_row, space_factor
+from flowalign.functional.matching import per_row, space_factor
 from flowalign.training.learner import Learner
-from flowalign.training.matching.noising import Noised
+from flowalign.training.matching.points import MatchedPoints
 from flowalign.training.matching.settings import Settings
-from flowalign.training.reference import WeightOverride, conditional
+from flowalign.training.reference import conditional
 from flowalign.types import Examples, Personal, Policy, Residuals, VelocityField
-
-NO_AVERAGES: Mapping[str, VelocityField] = {}
-"""Averages that most losses compare the policy with beside the reference: none."""
 
 
 def personal(policy: Policy, examples: Examples) -> Examples:
@@ -24,37 +22,31 @@ def personal(policy: Policy, examples: Examples) -> Examples:
     return replace(examples, cond=policy.with_users(examples.cond, examples.users))
 
 
-def evaluated_averages(cfg: Settings, learner: Learner) -> dict[str, VelocityField]:
-    """Return the averages of the policy that the loss compares it with, by name."""
+def evaluated_fields(cfg: Settings, learner: Learner) -> dict[str, VelocityField]:
+    """Return the fields that the loss compares the policy with, and the teachers, by name."""
     requirements = cfg.loss.requirements
-    needed = {"old": requirements.old, "anchor": requirements.anchor}
-    return {
-        name: WeightOverride(learner.policy, learner.averages[name])
-        for name, wanted in needed.items()
-        if wanted
+    needed = {
+        "reference": cfg.needs_reference,
+        "old": requirements.old,
+        "anchor": requirements.anchor,
+        **dict.fromkeys(cfg.teachers, True),
     }
+    return {name: learner.fields[name] for name, wanted in needed.items() if wanted}
 
 
 def matching_residuals(
-    cfg: Settings,
-    policy: Policy,
-    reference: VelocityField | None,
-    part: Noised,
-    expert: VelocityField | None = None,
-    averages: Mapping[str, VelocityField] = NO_AVERAGES,
+    cfg: Settings, policy: Policy, points: MatchedPoints, fields: Mapping[str, VelocityField]
 ) -> Residuals:
-    """Return residuals in the recipe's space; those of `averages` by their names, old and anchor.
+    """Return residuals in the recipe's space, also of the fields reference, old and anchor.
 
-    The policy's are computed last, because other networks may swap its weights.
+    The targets are the velocities to the data or, if the recipe has teachers, theirs. The policy's
+    velocities are computed last, because other networks may swap its weights.
     """
-    examples, (noise, sigma) = part.examples, part.rows()
-    x = noised(examples.latents, noise, sigma)
+    examples, x, sigma = points.examples, points.x, points.sigma
     if not len(x):  # attention kernels refuse an empty batch
-        return Residuals(x, x, x, x, x, sigma)
-    target = noise - examples.latents
-    if expert is not None:
-        assert examples.expert_cond is not None, "rows without targets met an expert"
-        target = conditional(expert).velocity(x, sigma, examples.expert_cond)
+        return Residuals(x, x, x, x, x, sigma, points.transitions)
+    teachers = {name: fields[name] for name in cfg.teachers}
+    target = taught_velocity(teachers, points) if teachers else points.target
     factor = per_row(space_factor(cfg.space, sigma), x)
     if examples.weight_map is not None:
         factor = factor * examples.weight_map.sqrt()
@@ -62,11 +54,31 @@ def matching_residuals(
     def residual(field: VelocityField) -> Tensor:
         return (conditional(field).velocity(x, sigma, examples.cond) - target) * factor
 
-    base = None if reference is None else residual(reference)
-    old, anchor = (
-        residual(averages[name]) if name in averages else None for name in ("old", "anchor")
+    reference, old, anchor = (
+        residual(fields[name]) if name in fields else None
+        for name in ("reference", "old", "anchor")
     )
-    return Residuals(residual(policy), base, old, anchor, target * factor, sigma)
+    given = target * factor
+    return Residuals(residual(policy), reference, old, anchor, given, sigma, points.transitions)
+
+
+def taught_velocity(
+    teachers: Mapping[str, VelocityField], points: MatchedPoints
+) -> Float[Tensor, "n *latent"]:
+    """Return the velocity of each row's own teacher, evaluated on that teacher's rows only."""
+    examples, x, sigma = points.examples, points.x, points.sigma
+    cond = examples.cond if examples.target_cond is None else examples.target_cond
+    if not examples.teachers:
+        (teacher,) = teachers.values()
+        return conditional(teacher).velocity(x, sigma, cond)
+    target = torch.empty_like(x)
+    for name, teacher in teachers.items():
+        rows = torch.tensor([i for i, own in enumerate(examples.teachers) if own == name])
+        if len(rows):
+            rows = rows.to(x.device)
+            told = {key: value[rows] for key, value in cond.items()}
+            target[rows] = conditional(teacher).velocity(x[rows], sigma[rows], told)
+    return target
 
 
 def divergence(residuals: Residuals) -> Float[Tensor, ""]:

@@ -16,7 +16,13 @@ from flowalign.functional.advantage import Scale
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.rollout import generate
 from flowalign.training.learner import Learner
-from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
+from flowalign.training.matching.source import (
+    NO_LABELS,
+    Batch,
+    BatchStream,
+    DataSource,
+    refuse_teachers,
+)
 from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.rollouts.comparison import (
     Comparison,
@@ -84,10 +90,9 @@ class Rollouts(Comparison, DataSource):
     def sampled_weights(self) -> str:
         return "policy"
 
-    @property
     @override
-    def needs_expert(self) -> bool:
-        return False
+    def check_teachers(self, names: Sequence[str]) -> None:
+        refuse_teachers(names, type(self).__name__)
 
     @property
     @override

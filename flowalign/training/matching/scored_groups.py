@@ -15,7 +15,7 @@ from flowalign.sampling.sde_windows import NoSteps
 from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.scored_stream import ScoredStream
-from flowalign.training.matching.source import NO_LABELS, DataSource
+from flowalign.training.matching.source import NO_LABELS, DataSource, refuse_teachers
 from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.rollouts.plan import (
     check_rollouts,
@@ -88,10 +88,9 @@ class ScoredGroups(RolloutSettings, DataSource):
     def provides(self) -> Set[Label]:
         return {"labels", "advantages"}
 
-    @property
     @override
-    def needs_expert(self) -> bool:
-        return False
+    def check_teachers(self, names: Sequence[str]) -> None:
+        refuse_teachers(names, type(self).__name__)
 
     @property
     @override

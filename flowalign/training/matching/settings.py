@@ -1,11 +1,14 @@
 """Define the settings of matching training that its loop reads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import get_args
 
 from flowalign.functional.matching import Space
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.checks import OnFailure
+from flowalign.training.matching.cold_start import ColdStart
+from flowalign.training.matching.points import ForwardNoise, Points
 from flowalign.training.matching.references import (
     Average,
     AverageName,
@@ -17,6 +20,9 @@ from flowalign.training.matching.references import (
 from flowalign.training.matching.times import LogitNormal, Times
 from flowalign.types import MatchingLoss
 from flowalign.utils.ranges import NonNegativeFloat, NonNegativeInt, PositiveInt
+
+STEP_FIELD = "step"
+"""Name of the field of the learner by which the policy steps to the points that are matched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +42,14 @@ class Settings:
     behaviour: Average | None = None
     """Average of the policy that scored groups may be sampled from, and that no loss reads, such as
     CRD's. Null: none."""
-    expert: Teacher | None = None
-    """Weights whose velocities data of kind attributes are matched to (target-DPO). Null: latents
-    are matched to noise - latents."""
+    teachers: Mapping[str, Teacher] = field(default_factory=dict)
+    """Trained weights whose velocities are the targets, by a name; data say which teacher a request
+    has if there are several. Empty: the target is the velocity to the data, noise - latents."""
+    cold_start: ColdStart = "policy"
+    """Weights from which the run starts: the policy's own, the `average` of the teachers' or, of
+    adapters, a `merge` of what they add to the model (Flow-OPD)."""
+    points: Points = field(default_factory=ForwardNoise)
+    """Points at which velocities are matched: `ForwardNoise`, `GuidedStep` (SOAR) or `Visited`."""
     times: Times = field(default_factory=LogitNormal)
     """Distribution of the noise levels; the two rows of a pair share time and noise."""
     times_per_sample: PositiveInt = 1
@@ -76,6 +87,16 @@ class Settings:
                 f"recipe.space is {self.space}, but {type(self.loss).__name__} is defined on "
                 "velocities: leave it at velocity"
             )
+        if self.cold_start != "policy" and not self.teachers:
+            raise ValueError(
+                f"recipe.cold_start is {self.cold_start}, but recipe.teachers is empty: name the "
+                "teachers, or set it to policy"
+            )
+        if taken := sorted({*self.teachers} & {*get_args(AverageName), STEP_FIELD}):
+            raise ValueError(
+                f"recipe.teachers names {taken[0]}, which is the name of another field: call the "
+                "teacher otherwise, such as by its reward"
+            )
 
     @property
     def updates(self) -> int:
@@ -99,13 +120,16 @@ class Settings:
 
     @property
     def evaluations_beside(self) -> dict[str, int]:
-        """Return the network evaluations per row of all that the policy is compared with."""
+        """Return the network evaluations without gradient, per row of a noise level, by purpose."""
         requirements = self.loss.requirements
         guided = isinstance(self.reference, GuidedReference)
+        rows, guidance = self.points.rows, self.points.guidance
         return {
-            "reference": self.needs_reference * (1 + guided),
-            "old": int(requirements.old),
-            "anchor": int(requirements.anchor),
+            "reference": rows * self.needs_reference * (1 + guided),
+            "old": rows * requirements.old,
+            "anchor": rows * requirements.anchor,
+            "teachers": rows * bool(self.teachers),
+            "steps to points": 0 if guidance is None else 1 + (guidance != 1),
         }
 
     def check_averages(self, sampled: str) -> None:

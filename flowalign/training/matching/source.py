@@ -1,7 +1,7 @@
 """Define where examples come from: a stored dataset, or the policy itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.types import Examples, Label, ModelPlan
+from flowalign.types import Examples, Label, ModelPlan, Trajectory
 
 NO_LABELS: Set[Label] = frozenset()
 """Labels that most losses require beside media and prompts: none."""
@@ -46,6 +46,8 @@ class Batch:
     steps: StepAdvantages | None = None
     """Advantages of denoising steps, by which samples count at the noise levels of these; None
     where `examples` hold their advantages."""
+    visited: Trajectory | None = None
+    """Trajectories that led to the examples, where their states are matched; None for others."""
 
 
 class BatchStream(ABC):
@@ -90,9 +92,18 @@ class DataSource(ABC):
         """
 
     @property
+    def trajectory_steps(self) -> int | None:
+        """Return the denoising steps of the trajectories that the examples are; None: of none."""
+        return None
+
+    @property
+    def random_steps(self) -> Set[int]:
+        """Return which of these steps are always random."""
+        return frozenset()
+
     @abstractmethod
-    def needs_expert(self) -> bool:
-        """Return whether the examples are matched to the velocities of an expert."""
+    def check_teachers(self, names: Sequence[str]) -> None:
+        """Raise ValueError if the examples are not matched to these teachers, or to other ones."""
 
     @property
     @abstractmethod
@@ -140,3 +151,12 @@ class DataSource(ABC):
         Raises:
             ValueError: These data cannot be trained on.
         """
+
+
+def refuse_teachers(names: Sequence[str], source: str) -> None:
+    """Raise ValueError if there are teachers, for data that are matched to noise - latents."""
+    if names:
+        raise ValueError(
+            f"recipe.teachers names {', '.join(names)}, but data of class {source} are matched to "
+            "noise - latents: take OwnStates, or StoredDataset with kind samples or attributes"
+        )

@@ -21,7 +21,13 @@ from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.kept import DTYPES
 from flowalign.training.learner import Learner
-from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
+from flowalign.training.matching.source import (
+    NO_LABELS,
+    Batch,
+    BatchStream,
+    DataSource,
+    refuse_teachers,
+)
 from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.reference import conditional
 from flowalign.types import Examples, Label, ModelPlan, Personal, Policy
@@ -41,7 +47,7 @@ class StoredDataset(DataSource):
     """Dataset: a file, or a folder of parquet files."""
     kind: Kind = "pairs"
     """Kind of the rows: pairs, samples with binary labels, or attributes, which are media with
-    texts `positive` and `negative` and need a recipe with an expert."""
+    texts `positive` and `negative` and need a recipe with a teacher."""
     held_out: str | None = None
     """File of pairs that are never trained on, on which the agreement of the policy is evaluated;
     it holds pairs even where `kind` is samples. Null: none."""
@@ -109,10 +115,17 @@ class StoredDataset(DataSource):
     def rows_per_group(self) -> None:
         return None
 
-    @property
     @override
-    def needs_expert(self) -> bool:
-        return self.kind == "attributes"
+    def check_teachers(self, names: Sequence[str]) -> None:
+        """Raise ValueError for pairs with a teacher, attributes without one, and several."""
+        if self.kind == "pairs":
+            refuse_teachers(names, "StoredDataset with kind pairs")
+        elif len(names) > 1 or (self.kind == "attributes" and not names):
+            raise ValueError(
+                f"recipe.teachers names {len(names)} teachers; recipe.data.kind {self.kind} is "
+                f"matched to {'one' if self.kind == 'attributes' else 'at most one'}, such as "
+                "{expert: {path: CHECKPOINT}}"
+            )
 
     @property
     @override

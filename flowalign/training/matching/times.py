@@ -155,11 +155,15 @@ class SamplerGrid(Times):
         return float(schedule(self.num_steps)[self.start])
 
     @property
+    def steps(self) -> range:
+        """Return the steps at whose start the levels are."""
+        return range(self.start, self.num_steps if self.stop is None else self.stop)
+
+    @property
     @override
     def most(self) -> int | None:
         """Return the number of levels, if those of a sample differ."""
-        stop = self.num_steps if self.stop is None else self.stop
-        return stop - self.start if self.distinct else None
+        return len(self.steps) if self.distinct else None
 
     @override
     def draw(self, count: int, policy: Policy, generator: torch.Generator) -> Float[Tensor, "n"]:

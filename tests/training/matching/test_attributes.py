@@ -12,8 +12,9 @@ from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.batches import on
 from flowalign.training.matching.loop import MatchingLoop
 from flowalign.training.matching.noising import noise_for
+from flowalign.training.matching.points import ForwardNoise
 from flowalign.training.matching.references import Teacher
-from flowalign.training.matching.residuals import matching_residuals
+from flowalign.training.matching.residuals import evaluated_fields, matching_residuals
 from flowalign.training.matching.settings import Settings
 from flowalign.training.matching.stored import StoredDataset
 from tests.fixtures.pixel import PixelPolicy
@@ -52,7 +53,8 @@ def opened(dataset, expert):
         path=str(dataset), kind="attributes", batch_size=2, max_dropped_fraction=0.5
     )
     stream = cfg.open(learner, new_rewards(), 0)
-    return learner, stream, expert[1].field(learner)
+    learner.fields["expert"] = expert[1].field(learner)
+    return learner, stream
 
 
 def test_a_row_without_attributes_is_dropped_and_named(dataset):
@@ -66,15 +68,16 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
 
 
 def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):
-    learner, stream, teacher = opened(dataset, expert)
-    cfg = Settings(loss=DPO(beta=100.0))
+    learner, stream = opened(dataset, expert)
+    cfg = Settings(loss=DPO(beta=100.0), teachers={"expert": expert[1]})
     (batch,) = stream.batches([0])
     data = noise_for(cfg, learner.policy, on(batch.examples, torch.device("cpu")), 0, (0, 0)).all()
     latents = data.examples.latents
     assert torch.equal(latents[:2], latents[2:])
-    errors = matching_residuals(cfg, learner.policy, learner.reference, data, teacher)
+    points = ForwardNoise().of(data, learner.policy, None)
+    errors = matching_residuals(cfg, learner.policy, points, evaluated_fields(cfg, learner))
     noise, sigma = data.rows()
-    x, cond = noised(latents, noise, sigma), data.examples.expert_cond
+    x, cond = noised(latents, noise, sigma), data.examples.target_cond
     assert cond is not None
     assert not torch.equal(cond["length"][:2], cond["length"][2:])
     expected = learner.policy.velocity(x, sigma, data.examples.cond)
@@ -83,9 +86,9 @@ def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each
 
 
 def test_the_policy_moves_towards_the_good_and_away_from_the_bad(dataset, expert):
-    learner, stream, teacher = opened(dataset, expert)
-    cfg = Settings(loss=DPO(beta=50.0), displacement_patience=0)
-    loop = MatchingLoop(cfg, learner, stream, 0, teacher)
+    learner, stream = opened(dataset, expert)
+    cfg = Settings(loss=DPO(beta=50.0), displacement_patience=0, teachers={"expert": expert[1]})
+    loop = MatchingLoop(cfg, learner, stream, 0)
     rows = list(checked(2, loop.run(range(60))))
     assert rows[0]["policy_loss"] == pytest.approx(0.6931, abs=1e-4)
     assert rows[-1]["policy_loss"] < 0.5 < rows[-1]["implicit_accuracy"]

@@ -254,7 +254,7 @@ def test_a_guided_reference_adds_guidance_of_its_own_scale(inner, sampled_with):
     """
     policy, both = new_sd3(guidance=sampled_with), new_sd3(guidance=2.0)
     learner = new_learner(policy=policy)
-    GuidedReference(guidance=2.5, inner=inner).build(learner)
+    learner.fields["reference"] = GuidedReference(guidance=2.5, inner=inner).field(learner)
     assert isinstance(learner.reference, Guided)
     assert conditional(learner.reference) is learner.reference
     x = policy.noise(2, torch.Generator().manual_seed(2))
@@ -282,7 +282,7 @@ def test_a_guided_reference_adds_guidance_of_its_own_scale(inner, sampled_with):
 
 def test_a_policy_without_guidance_has_no_guided_reference():
     with pytest.raises(ValueError, match="PixelPolicy has no classifier-free guidance"):
-        GuidedReference().build(new_learner())
+        GuidedReference().field(new_learner())
 
 
 @pytest.mark.parametrize(
@@ -316,7 +316,8 @@ def test_averages_that_nothing_reads_and_losses_without_theirs_are_refused():
 
 def test_evaluations_beside_the_policys_are_counted():
     crd = recipe(loss=CRD(), old=Average(), reference=GuidedReference())
-    assert crd.evaluations_beside == {"reference": 2, "old": 1, "anchor": 0}
+    assert crd.evaluations_beside | {"reference": 2, "old": 1} == crd.evaluations_beside
+    assert sum(crd.evaluations_beside.values()) == 3
     awm = recipe(loss=AWM(ratio_to="old"), old=Average(), anchor=Average())
     assert awm.evaluations_beside == {"reference": 0, "old": 1, "anchor": 1}
     assert recipe(loss=NFT(), old=Average(), kl=0.1).evaluations_beside["reference"] == 1

@@ -39,7 +39,7 @@ def velocity(field) -> torch.Tensor:
 
 def learner_with(reference, **changes):
     learner = new_learner(**changes)
-    reference.build(learner)
+    learner.fields["reference"] = reference.field(learner)
     return learner
 
 
@@ -118,7 +118,7 @@ def test_a_teacher_has_its_own_velocities_and_leaves_the_policy_alone(tmp_path):
     other.save_weights(str(tmp_path))
     learner = new_learner(ema=(0.5, 1))
     before, average = weights(learner), learner.ema.average[0].clone()
-    Teacher(path=str(tmp_path)).build(learner)
+    learner.fields["reference"] = Teacher(path=str(tmp_path)).field(learner)
     assert torch.equal(weights(learner), before)
     assert torch.equal(velocity(learner.reference), velocity(other))
     assert not torch.allclose(velocity(learner.policy), velocity(other))

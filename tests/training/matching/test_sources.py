@@ -796,7 +796,7 @@ def _stored(folder: Path, processes: Processes):
         **DPO_RECIPE, reference=EMAReference(decay=0.8), sft=0.1, kl=0.2, epochs_per_step=2
     )
     learner = new_learner(processes=processes)
-    cfg.reference.build(learner)
+    learner.fields["reference"] = cfg.reference.field(learner)
     path, shown = str(folder / "data.jsonl"), str(folder / "shown.jsonl")
     stream = stored(
         path,

@@ -119,7 +119,7 @@ def test_a_kl_term_without_gradient_is_found():
 
 def test_a_reference_that_follows_the_policy_is_found():
     learner = new_learner()
-    learner.reference = learner.policy
+    learner.fields["reference"] = learner.policy
     with pytest.raises(TrainingFailure, match="the reference equals the policy"):
         train(new_recipe(algorithm=GRPO(PPOClip(0.2), kl_coef=0.1)), learner)
 

@@ -1,0 +1,32 @@
+"""Merge low-rank updates of weights."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+
+def merged_factors(
+    down: Sequence[Float[Tensor, "r i"]], up: Sequence[Float[Tensor, "o r"]]
+) -> tuple[Float[Tensor, "r i"], Float[Tensor, "o r"]]:
+    """Return factors of rank r whose product is nearest to the mean of the products up @ down.
+
+    Averaging the factors themselves is something else: it mixes the up of one update with the down
+    of another. The singular values are divided evenly between both factors.
+    """
+    rank = len(down[0])
+    wide = torch.cat(list(down)).double()
+    tall = torch.cat(list(up), dim=1).double() / len(up)
+    inner, mix = torch.linalg.qr(tall)
+    u, s, v = torch.linalg.svd(mix @ wide, full_matrices=False)
+    root = s[:rank].sqrt()
+    merged = root[:, None] * v[:rank], (inner @ u[:, :rank]) * root
+    return tuple(_padded(part, like) for part, like in zip(merged, (down[0], up[0]), strict=True))
+
+
+def _padded(part: Tensor, like: Tensor) -> Tensor:
+    """Return the factor with zeros where the layer is smaller than the rank, in the given dtype."""
+    out = torch.zeros_like(like)
+    out[: part.shape[0], : part.shape[1]] = part
+    return out

@@ -1,0 +1,52 @@
+"""Start a student from its teachers: the mean of their weights, or of what their adapters add."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flowalign.functional.low_rank import merged_factors
+from flowalign.training.learner import Learner
+
+ColdStart = Literal["policy", "average", "merge"]
+"""Weights from which a run starts. policy: the policy's own. average: the mean of the teachers'
+trained parameters. merge: adapters whose update is nearest to the mean of the teachers' updates."""
+_DOWN, _UP = ".lora_A.", ".lora_B."
+
+
+@torch.no_grad()
+def start_from(how: ColdStart, learner: Learner, paths: Sequence[str]) -> None:
+    """Set the policy's trained parameters, and the averages that follow them.
+
+    Source: Flow-OPD, arXiv:2605.08063, whose best cold start merges the teachers' adapters; how it
+    does that is our reconstruction.
+
+    Raises:
+        ValueError: A teacher is of another model, or there are no adapters to merge.
+    """
+    taught: list[dict[str, Tensor]] = []
+    for path in paths:
+        learner.policy.load_weights(path)
+        taught.append({name: p.detach().clone() for name, p in learner.named.items()})
+    mean = {name: torch.stack([one[name] for one in taught]).mean(0) for name in learner.named}
+    for name, value in (mean if how == "average" else mean | _merged(taught)).items():
+        learner.named[name].copy_(value)
+    for average in learner.averages.values():
+        average.restart()
+
+
+def _merged(taught: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the factors of all adapters, merged."""
+    downs = [name for name in taught[0] if _DOWN in name]
+    if not downs:
+        raise ValueError(
+            "recipe.cold_start is merge, but the policy trains no LoRA: set policy.lora, or take "
+            "average"
+        )
+    found: dict[str, Tensor] = {}
+    for name in downs:
+        other = name.replace(_DOWN, _UP)
+        pairs = [one[name] for one in taught], [one[other] for one in taught]
+        found[name], found[other] = merged_factors(*pairs)
+    return found

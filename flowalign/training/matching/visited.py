@@ -1,0 +1,57 @@
+"""Read visited states, and the steps taken there, as noise levels of the samples they led to."""
+
+from collections.abc import Iterator
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from flowalign.functional.matching import step_at
+from flowalign.functional.self_correction import velocity_to_data
+from flowalign.functional.transition import mean_sensitivity, transition, travelled_velocity
+from flowalign.types import Trajectory, Transitions
+
+
+def noise_of(
+    trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
+) -> Float[Tensor, "m *latent"]:
+    """Return the noise by which each sample, noised to sigma, is the state that it visited there.
+
+    With x = (1 - sigma) x0 + sigma noise, that is x0 + (x - x0) / sigma.
+    """
+    x0 = trajectory.state(trajectory.num_steps, samples)
+    x = torch.empty_like(x0)
+    for k, rows in _by_step(trajectory, sigma):
+        x[rows] = trajectory.state(k, samples[rows])
+    return x0 + velocity_to_data(x, x0, sigma.to(x))
+
+
+def transitions_from(
+    trajectory: Trajectory, samples: Int[Tensor, "m"], sigma: Float[Tensor, "m"]
+) -> Transitions | None:
+    """Return the steps that the samples took at these levels; None if some were not random."""
+    steps = list(_by_step(trajectory, sigma))
+    if not all(bool((trajectory.eta[samples[rows], k] > 0).all()) for k, rows in steps):
+        return None
+    x0 = trajectory.state(trajectory.num_steps, samples)
+    travelled, numbers = torch.empty_like(x0), x0.new_empty(4, len(x0))
+    kernel, sigmas = trajectory.kernel, trajectory.sigmas
+    for k, rows in steps:
+        some = samples[rows]
+        eta = trajectory.eta[some.to(trajectory.eta.device), k]
+        x, x_next = trajectory.state(k, some), trajectory.state(k + 1, some)
+        travelled[rows] = travelled_velocity(kernel, x, x_next, sigmas, k, eta)
+        std = transition(kernel, x, torch.zeros_like(x), sigmas, k, eta).std
+        slope = mean_sensitivity(kernel, sigmas, k, eta)
+        dt = (sigmas[k] - sigmas[k + 1]).expand_as(std)
+        numbers[:, rows] = torch.stack([slope, std, dt, trajectory.logp[some, k].to(std)])
+    return Transitions(travelled, *numbers.unbind(), kernel=kernel)
+
+
+def _by_step(
+    trajectory: Trajectory, sigma: Float[Tensor, "m"]
+) -> Iterator[tuple[int, Int[Tensor, "_"]]]:
+    """Yield each denoising step that starts at one of the levels, and the rows that do."""
+    at = step_at(sigma.cpu(), trajectory.sigmas.cpu())
+    for k in at.unique().tolist():
+        yield k, (at == k).nonzero()[:, 0]
