@@ -71,12 +71,12 @@ def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards, Costs]:
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device)
-    run.policy.load(processes.device)
     costs = Costs()
+    rewards = run.build_rewards(costs)
+    run.load_rewards(rewards)
+    run.policy.load(processes.device)
     costs.count(run.policy.denoiser)
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
-    rewards = run.build_rewards(costs)
-    rewards.load()
     return run.recipe, learner, rewards, costs
 
 
