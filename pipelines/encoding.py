@@ -8,29 +8,12 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
 
+from flowalign.functional.resizing import covering
 from flowalign.types import Reference, Request, Takes
 
 SAMPLED = 65536
 """Maximum number of values per tensor that a digest reads."""
-
-
-def covering(
-    pictures: Float[Tensor, "n 3 h w"], height: int, width: int
-) -> Float[Tensor, "n 3 height width"]:
-    """Resize images to cover the target size, keeping the aspect ratio, and crop the centre.
-
-    Bicubic with antialiasing, clamped to [0, 1]; images that already have the size are unchanged.
-    """
-    h, w = pictures.shape[-2:]
-    scale = max(height / h, width / w)
-    size = max(height, round(h * scale)), max(width, round(w * scale))
-    if size != (h, w):
-        resized = interpolate(pictures, size, mode="bicubic", antialias=True)
-        pictures = resized.clamp(0, 1)
-    top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    return pictures[..., top : top + height, left : left + width]
 
 
 def only_frame(

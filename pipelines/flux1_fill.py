@@ -8,9 +8,10 @@ from diffusers import FluxFillPipeline
 from torch import Tensor
 from torch.nn.functional import pixel_unshuffle
 
+from flowalign.functional.resizing import covering
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
-from pipelines.encoding import covering, scaled_latents
+from pipelines.encoding import scaled_latents
 from pipelines.flux1 import LORA, Flux1
 from pipelines.packing import pack, positions
 from pipelines.references import check_taken, hole_of
@@ -30,7 +31,6 @@ class Flux1Fill(Flux1):
     """
 
     pipeline_class = FluxFillPipeline
-    takes = Takes(references=(1, 1), mask=True, kind="source")
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class Flux1Fill(Flux1):
             max_sequence_length,
             gradient_checkpointing,
         )
+        self.takes = Takes(references=(1, 1), mask=True, kind="source", crop=(height, width))
 
     def condition_channels(self, vae: Mapping[str, Any]) -> int:
         return vae["latent_channels"] + 4 ** (len(vae["block_out_channels"]) - 1)

@@ -6,8 +6,8 @@ from jaxtyping import Bool, Float
 from PIL import Image
 from torch import Tensor
 
+from flowalign.functional.resizing import hole_within
 from flowalign.types import Policy, Reference, Request
-from pipelines.encoding import covering
 
 
 def check_taken(policy: Policy, requests: Sequence[Request]) -> None:
@@ -33,7 +33,7 @@ def hole_of(
     if pixels.shape != picture.shape:
         sizes = [f"{one.shape[-1]}x{one.shape[-2]}" for one in (pixels, picture)]
         raise ValueError(f"mask {mask.name} is {sizes[0]}, its picture {sizes[1]}")
-    hole = covering(pixels, height, width).mean(1, keepdim=True) >= 0.5
+    hole = hole_within(pixels, height, width)
     if not hole.any():
         raise ValueError(
             f"mask {mask.name} is black within the {width}x{height} that are kept of it: "
@@ -55,7 +55,7 @@ def cropped(reference: Reference, proportion: float) -> Image.Image:
     """Return the largest centre crop of a picture whose width is `proportion` times its height."""
     pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)
     picture = Image.fromarray(pixels.numpy())
-    width = min(picture.width, round(picture.height * proportion))
-    height = min(picture.height, round(picture.width / proportion))
+    width = min(picture.width, max(round(picture.height * proportion), 1))
+    height = min(picture.height, max(round(picture.width / proportion), 1))
     left, top = (picture.width - width) // 2, (picture.height - height) // 2
     return picture.crop((left, top, left + width, top + height))

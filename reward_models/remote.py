@@ -5,7 +5,7 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -23,6 +23,7 @@ from flowalign.rewards.protocol import (
     pack_batch,
 )
 from flowalign.types import (
+    Column,
     Loadable,
     MediaBatch,
     NonNegativeInt,
@@ -114,6 +115,7 @@ class RemoteReward(RewardModel, Loadable):
             needs=tuple(theirs["needs"]),
             normalisation=theirs["normalisation"],
             version=f"{theirs['fingerprint']} {self.pixels}",
+            columns=_columns(theirs),
         )
         self._loaded = True
 
@@ -198,6 +200,11 @@ class RemoteReward(RewardModel, Loadable):
             why = reply.content[:200].decode(errors="replace")
             raise ValueError(f"{self.url}/spec: status {reply.status} {why}")
         return json.loads(reply.content)
+
+
+def _columns(spec: Mapping[str, Any]) -> tuple[Column, ...]:
+    """Return the columns of the metadata that a server declares; one before 0.3 declares none."""
+    return tuple(Column(one["name"], tuple(one["values"])) for one in spec.get("columns", ()))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ Both are best for a picture that was not edited at all: combine them with a rewa
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones import EfficientNet, Encoder
-from reward_models.network import NetworkReward
+from reward_models.backbones import Encoder
+from reward_models.encoded import EncodedReward
 from reward_models.pixels import resized
 
 
@@ -66,7 +66,7 @@ def _kept(sample: MediaBatch) -> Float[Tensor, ""]:
     return kept(edit, source, mask)
 
 
-class SourceConsistency(NetworkReward):
+class SourceConsistency(EncodedReward):
     """Scores the cosine of an edit's features and its source's, in [0, 1]; negative ones are 0.
 
     Any image encoder can be taken, such as a CLIP of `reward_models.backbones`; scores can be
@@ -80,7 +80,6 @@ class SourceConsistency(NetworkReward):
         batch_size: PositiveInt = 32,
         offload: bool = False,
     ):
-        self.encoder = EfficientNet() if encoder is None else encoder
         spec = RewardSpec(
             name="source_consistency",
             dims=("source_consistency",),
@@ -89,21 +88,15 @@ class SourceConsistency(NetworkReward):
             licence="Apache-2.0",
             differentiable=True,
             needs=("references",),
-            version=f"{type(self.encoder).__name__} {self.encoder.version}",
         )
-        super().__init__(spec, device, batch_size, offload)
-
-    def read(self) -> nn.Module:
-        """Read the encoder's weights."""
-        self.encoder.read()
-        return self.encoder.module
+        super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Embed every edit, and its source, which may have another size."""
-        edits = self.encoder.pictures(batch.media[:, 0].to(self.device, torch.float32))
+        edits = self.features(batch.media[:, 0])
         sources = torch.cat([self._embedded(some[0]) for some in batch.references])
-        return F.cosine_similarity(edits.float(), sources.float()).clamp(min=0)[:, None]
+        return F.cosine_similarity(edits, sources).clamp(min=0)[:, None]
 
     @torch.no_grad()
     def _embedded(self, source: Float[Tensor, "3 h w"]) -> Float[Tensor, "1 D"]:
-        return self.encoder.pictures(source[None].to(self.device, torch.float32))
+        return self.features(source[None])

@@ -9,12 +9,12 @@ from itertools import pairwise
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from flowalign.types import MediaBatch, PositiveInt, RewardModel, RewardOutput, RewardSpec
-from reward_models.backbones import EfficientNet, Encoder
-from reward_models.network import NetworkReward
+from reward_models.backbones import Encoder
+from reward_models.encoded import EncodedReward
 
 _AT_ONCE = 64
 """Number of frames that are encoded together."""
@@ -62,7 +62,7 @@ class TemporalFlicker(RewardModel):
         return RewardOutput.build(self.spec, values, failed)
 
 
-class SubjectConsistency(NetworkReward):
+class SubjectConsistency(EncodedReward):
     """Scores how similar every frame is to the one before and to the first, in [0, 1].
 
     The formula is VBench's, with any image encoder; VBench itself takes DINO ViT-B/16 for the
@@ -76,7 +76,6 @@ class SubjectConsistency(NetworkReward):
         batch_size: PositiveInt = 4,
         offload: bool = False,
     ):
-        self.encoder = EfficientNet() if encoder is None else encoder
         spec = RewardSpec(
             name="subject_consistency",
             dims=("consistency",),
@@ -84,17 +83,11 @@ class SubjectConsistency(NetworkReward):
             scale=(0.0, 1.0),
             licence="Apache-2.0",
             differentiable=True,
-            version=f"{type(self.encoder).__name__} {self.encoder.version}",
         )
-        super().__init__(spec, device, batch_size, offload)
-
-    def read(self) -> nn.Module:
-        """Read the encoder's weights."""
-        self.encoder.read()
-        return self.encoder.module
+        super().__init__(spec, encoder, device, batch_size, offload)
 
     def rate(self, batch: MediaBatch) -> Float[Tensor, "n 1"]:
         """Embed every frame and compare the embeddings."""
         frames = batch.media.flatten(0, 1).split(_AT_ONCE)
-        features = [self.encoder.pictures(some.to(self.device, torch.float32)) for some in frames]
-        return consistency(torch.cat(features).unflatten(0, batch.media.shape[:2]))[:, None]
+        features = torch.cat([self.features(some) for some in frames])
+        return consistency(features.unflatten(0, batch.media.shape[:2]))[:, None]

@@ -90,7 +90,7 @@ def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:
     if run_file.threads:
         torch.set_num_threads(run_file.threads)
     try:
-        rewards.load()
+        run_file.load_rewards(rewards)
         run_file.load_policy(join(run_file.device).device)
         if weights:
             run_file.policy.load_weights(weights)

@@ -29,7 +29,7 @@ class Record:
     """Absolute human scores in the dataset's own units, higher is better."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     mask: Media | None = None
-    """Picture that is white where the first reference may change."""
+    """Mask of the request: a picture that is white where the first reference may change."""
     both_bad: Sequence[str] = ()
     """Dimensions in which people found all media bad; their ranks are a tie."""
     problem: str = ""
@@ -39,6 +39,7 @@ class Record:
         """Return what its media answer, without metadata, which are of the media.
 
         Raises:
-            MediaProblem: A reference does not exist.
+            MediaProblem: A reference, or the mask, does not exist.
         """
-        return Request(self.prompt, tuple(reference(medium) for medium in self.references))
+        references = tuple(reference(medium) for medium in self.references)
+        return Request(self.prompt, references, reference(self.mask) if self.mask else None)

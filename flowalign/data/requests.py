@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.media.frame_sampling import MediaProblem
 from flowalign.media.media import Media
 from flowalign.media.references import reference
@@ -23,6 +24,8 @@ from flowalign.utils.files import bundled
 
 _REFERENCES = ("image", "images", "references")
 """Fields of a row of which one may name its pictures or clips."""
+_MASKS = ("mask", REQUEST_MASK)
+"""Fields of a row of which one may name its mask; the second is that of a folder of samples."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +132,16 @@ def _request(row: dict[str, Any], folder: Path, where: str) -> Request:
     if len(named) > 1:
         raise ValueError(f"{where}: give one of {' and '.join(named)}, not both")
     references = _paths(row[named[0]], named[0], where) if named else []
-    masks = _paths(row["mask"], "mask", where) if "mask" in row else []
-    if len(masks) > 1:
-        raise ValueError(f"{where}: mask must be one path, got {len(masks)}")
+    masked = [name for name in _MASKS if name in row]
+    masks = _paths(row[masked[0]], masked[0], where) if masked else []
+    if len(masks) > 1 or len(masked) > 1:
+        raise ValueError(f"{where}: mask must be one path, got {max(len(masks), len(masked))}")
     found = [_reference(folder / path, where) for path in (*references, *masks)]
     return Request(
         row["prompt"],
         tuple(found[: len(references)]),
         found[-1] if masks else None,
-        {name: value for name, value in row.items() if name not in ("prompt", "mask", *named)},
+        {name: value for name, value in row.items() if name not in ("prompt", *masked, *named)},
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.functional.resizing import hole_within
 from flowalign.media.decode import Clip, MediaProblem, decode, digest
 from flowalign.media.media import Media, missing
 from flowalign.types import Reference
@@ -58,6 +59,7 @@ def shape_of(one: Reference) -> tuple[int, int, int]:
 
 
 @cache
-def has_hole(mask: Reference) -> bool:
-    """Return whether a mask is white anywhere."""
-    return bool((mask.read() > 0.5).any())
+def has_hole(mask: Reference, crop: tuple[int, int] | None = None) -> bool:
+    """Return whether a mask is white anywhere, or where it is cropped to a height and width."""
+    pixels = mask.read()
+    return bool(hole_within(pixels, *(crop or pixels.shape[-2:])).any())

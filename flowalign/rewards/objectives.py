@@ -1,7 +1,8 @@
 """Combine reward dimensions beyond weights: components of a recipe."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from flowalign.functional.combine import (
 )
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
-from flowalign.types import PastOutcomes, ValueFunction
+from flowalign.types import PastOutcomes, Request, Trajectory, ValueFunction
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
@@ -35,9 +36,12 @@ class LogSigmoidCentred:
     Source: arXiv:2402.00742.
     """
 
-    reference: Mapping[str, FiniteFloat]
+    reference: Mapping[str, FiniteFloat] = field(default_factory=dict)
     """Reward that is good enough, per weighted dimension, such as a quantile of the untrained
     model's rewards."""
+    reference_columns: Mapping[str, str] = field(default_factory=dict)
+    """Column of each request's metadata that holds its own such reward, for dimensions without a
+    common one, such as the mean reward of what the untrained model made of the same request."""
     scale: PositiveFloat = 1.0
     """Rewards per logit: 1 for a Bradley-Terry model, less for rewards in [0, 1]."""
 
@@ -48,41 +52,72 @@ class LogSigmoidCentred:
 
     def check(self, rewards: Rewards) -> None:
         """Raise ValueError unless exactly the weighted dimensions have a reference."""
-        weighted = {d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w}
-        if weighted != set(self.reference):
+        weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
+        named = [*self.reference, *self.reference_columns]
+        if sorted(weighted) != sorted(named):
             raise ValueError(
-                f"value_transform.reference names {', '.join(sorted(self.reference)) or 'nothing'};"
-                f" it needs a number for each of {', '.join(sorted(weighted))}"
+                f"value_transform.reference names {', '.join(sorted(named)) or 'nothing'}; it "
+                f"needs a number, or reference_columns a column, for each of "
+                f"{', '.join(sorted(weighted))}"
             )
 
-    def __call__(self, values: Float[Tensor, "*n R"], dims: Sequence[str]) -> Tensor:
-        """Transform the named dimensions; NaN stays NaN."""
-        flat = values.flatten(0, -2)
-        centre = torch.tensor([self.reference.get(dim, 0.0) for dim in dims]).expand_as(flat)
+    def check_requests(self, located: Iterable[tuple[str, Request]]) -> None:
+        """Raise ValueError for the first request without a reference of its own, with its place."""
+        for where, request in located:
+            for dim, column in self.reference_columns.items():
+                found = request.metadata.get(column)
+                known = isinstance(found, int | float) and not isinstance(found, bool)
+                if not known or not math.isfinite(found):
+                    raise ValueError(
+                        f"{where}: {column} is {found!r}; value_transform.reference_columns needs "
+                        f"a number, the reward {dim} that is good enough for this request"
+                    )
+
+    def __call__(
+        self, values: Float[Tensor, "n *m R"], dims: Sequence[str], requests: Sequence[Request]
+    ) -> Float[Tensor, "n *m R"]:
+        """Transform the named dimensions of n samples of these requests; NaN stays NaN."""
+        rows = [[self._reference(dim, request) for dim in dims] for request in requests]
+        centre = values.new_tensor(rows).reshape(len(rows), *[1] * (values.ndim - 2), len(dims))
+        flat, centre = values.flatten(0, -2), centre.expand_as(values).flatten(0, -2)
         moved = log_sigmoid_centred(flat / self.scale, flat.isfinite(), centre / self.scale)
-        named = torch.tensor([dim in self.reference for dim in dims])
-        return torch.where(named, moved, flat).view_as(values)
+        named = [dim in self.reference or dim in self.reference_columns for dim in dims]
+        return torch.where(torch.tensor(named), moved, flat).view_as(values)
+
+    def _reference(self, dim: str, request: Request) -> float:
+        if dim in self.reference_columns:
+            return float(request.metadata[self.reference_columns[dim]])
+        return self.reference.get(dim, 0.0)
 
 
 class TransformedValues(ValueFunction):
     """Transforms rewards before a credit method sees them."""
 
     def __init__(
-        self, values: ValueFunction, dims: Sequence[str], transform: LogSigmoidCentred | None
+        self,
+        values: ValueFunction,
+        dims: Sequence[str],
+        transform: LogSigmoidCentred | None,
+        trajectory: Trajectory,
     ):
         self.values, self.dims, self.transform = values, dims, transform
+        self.trajectory = trajectory
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         """Return the values of states ks, transformed. See `ValueFunction`."""
         values = self.values(ks, how)
-        return self.transform(values, self.dims) if self.transform else values
+        if self.transform is None:
+            return values
+        return self.transform(values, self.dims, self.trajectory.requests)
 
     def past(self, num_steps: int) -> PastOutcomes | None:
         """Return earlier outcomes, transformed."""
         known = self.values.past(num_steps)
         if known is None or self.transform is None:
             return known
-        return known._replace(value=self.transform(known.value, self.dims))
+        asked = self.trajectory.requests[:: self.trajectory.group_size]
+        of_each = [asked[i] for i in known.prompt.tolist()]
+        return known._replace(value=self.transform(known.value, self.dims, of_each))
 
     def predicted(self, ks: Sequence[int]) -> Tensor:
         """Return the critic's predictions, which are of transformed rewards already."""

@@ -16,7 +16,7 @@ from flowalign.training.policy_gradient.advantages import build_batch
 from flowalign.training.policy_gradient.batches import TrainBatch
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop, update
 from flowalign.training.policy_gradient.plan import evaluations
-from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.settings import CreditedRollouts, credited_rollouts
 from flowalign.training.rollouts.advantages import (
     compute_advantages,
     compute_credit,
@@ -57,31 +57,27 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     }
 
 
-def opened(run: Run) -> tuple[PolicyGradient, Learner, Rewards, Costs]:
+def opened(run: Run) -> tuple[CreditedRollouts, Learner, Rewards, Costs]:
     """Return the recipe, a learner with loaded weights, loaded rewards, and what they count.
 
     Raises:
         ValueError: The recipe has no rollouts whose stages could be timed.
     """
-    if not isinstance(run.recipe, PolicyGradient):
-        raise ValueError(
-            f"the recipe {type(run.recipe).__name__} has no rollouts to measure; "
-            "flowalign.training.PolicyGradient has"
-        )
+    recipe = credited_rollouts(run.recipe)
     if run.threads:
         torch.set_num_threads(run.threads)
     processes = join(run.device)
-    run.load_policy(processes.device)
     costs = Costs()
+    rewards = run.build_rewards(costs)
+    run.load_rewards(rewards)
+    run.load_policy(processes.device)
     costs.count(run.policy.denoiser)
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
-    rewards = run.build_rewards(costs)
-    rewards.load()
-    return run.recipe, learner, rewards, costs
+    return recipe, learner, rewards, costs
 
 
 def credited(
-    recipe: PolicyGradient, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
+    recipe: CreditedRollouts, learner: Learner, loop: PolicyGradientLoop, trajectory: Trajectory
 ) -> TrainBatch:
     """Value, credit and compare a trajectory: the reward stage of a step."""
     values = completion_values(recipe, learner, loop.rewards, trajectory, loop.critic)
@@ -91,7 +87,7 @@ def credited(
     return build_batch(recipe, learner.processes, values, gathered, advantage)
 
 
-def _bare(recipe: PolicyGradient, policy: Policy, trajectory: Trajectory) -> None:
+def _bare(recipe: CreditedRollouts, policy: Policy, trajectory: Trajectory) -> None:
     """Run the denoiser alone: evaluations without gradient, then the trained ones with theirs."""
     sampling = recipe.sampling
     x = trajectory.state(trajectory.num_steps)

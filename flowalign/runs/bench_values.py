@@ -14,7 +14,7 @@ from flowalign.runs.config import Run
 from flowalign.sampling.completion import complete
 from flowalign.sampling.rollout import sample
 from flowalign.training.learner import Learner
-from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.settings import CreditedRollouts
 from flowalign.training.rollouts.collecting import finished
 from flowalign.training.rollouts.state_values import CompletionValues
 from flowalign.types import Trajectory
@@ -60,7 +60,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
 class _Setting:
     """Draws one step's prompts and noise again and again."""
 
-    def __init__(self, recipe: PolicyGradient, seed: int, learner: Learner, rewards: Rewards):
+    def __init__(self, recipe: CreditedRollouts, seed: int, learner: Learner, rewards: Rewards):
         self.seed, self.learner, self.rewards = seed, learner, rewards
         self.cfg, self.policy = recipe.sampling, learner.policy
         requests = Requests(read_requests(recipe.prompts), seed)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from flowalign.reports.comparison import Comparison, Curve, Method, Point
 from flowalign.reports.comparison import compare as compared
 from flowalign.reports.comparison_page import write_comparison
+from flowalign.runs.changes import changes, listed
 from flowalign.runs.config import Run, load
 from flowalign.runs.plan import plan
 from flowalign.training import checkpoint
@@ -209,8 +210,9 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
         raise ValueError(f"{folder / 'config.yaml'} holds no settings of a run; {way_out}")
     found = _settings(there) | {"seed": there.get("seed")}
     if found != settings:
+        differing = "; ".join(listed(changes(found, settings), _LONGEST_LIST + 1))
         raise ValueError(
-            f"{folder} holds a run with other settings:\n{_differences(found, settings)}\n{way_out}"
+            f"{folder} holds a run with other settings (there -> now):\n{differing}\n{way_out}"
         )
     summary = folder / "summary.json"
     if summary.exists() and json.loads(summary.read_text())["status"] == "finished":
@@ -220,29 +222,6 @@ def todo(folder: Path, settings: Mapping[str, Any]) -> Todo:
 
 def _settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _OURS}
-
-
-_ABSENT = "unknown"
-"""Value of a setting that another version of flowalign does not have."""
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Return a sentence with the first settings that differ."""
-    old, new = _flat(there), _flat(here)
-    names = [n for n in old | new if old.get(n, _ABSENT) != new.get(n, _ABSENT)]
-    shown = [
-        f"{n} {old.get(n, _ABSENT)} there, {new.get(n, _ABSENT)} now" for n in names[:_LONGEST_LIST]
-    ]
-    more = len(names) - len(shown)
-    return "; ".join([*shown, *([f"and {more} more"] if more else [])])
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        inside = _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else None
-        flat |= inside if inside else {prefix + name: value}
-    return flat
 
 
 def _log(folder: Path) -> Path:

@@ -100,6 +100,9 @@ class Run:
         self._check_speed()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
+        self._check_prompts(rewards)
+
+    def _check_prompts(self, rewards: Rewards) -> None:
         for path in self.prompt_files:
             check_requests(self.policy, rewards.models, located_requests(path))
 
@@ -139,6 +142,16 @@ class Run:
         )
         rewards.check_policy(self.policy)
         return rewards
+
+    def load_rewards(self, rewards: Rewards) -> None:
+        """Load the reward models; a served one says only now what it needs, which is checked.
+
+        Raises:
+            ValueError: Weights or servers cannot be used, or the run lacks what a model needs.
+        """
+        rewards.load()
+        rewards.check_policy(self.policy)
+        self._check_prompts(rewards)
 
     def context(self, rewards: Rewards) -> RunContext:
         """Return what the recipe needs to know of this run."""

@@ -20,8 +20,7 @@ from flowalign.training.learner import Learner, TrainingFailure
 from flowalign.training.policy_gradient.batches import TrainBatch, portions
 from flowalign.training.policy_gradient.batches import minibatch as minibatch_of
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
-from flowalign.training.policy_gradient.recipe import PolicyGradient
-from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.settings import Settings, credited_rollouts
 from flowalign.training.rollouts.collecting import rollout
 from flowalign.utils.costs import Costs
 
@@ -117,8 +116,7 @@ def probe(
         ValueError: The moments are not of this model.
         TrainingFailure: A gradient is not finite.
     """
-    recipe, learner = run.recipe, here.learner
-    assert isinstance(recipe, PolicyGradient)
+    recipe, learner = credited_rollouts(run.recipe), here.learner
     scale = adam_scale(moments, learner) if moments else None
     requests = Requests(read_requests(recipe.prompts), run.seed)
     loop = PolicyGradientLoop(recipe, learner, here.rewards, requests, run.seed)

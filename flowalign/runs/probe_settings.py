@@ -16,7 +16,7 @@ from flowalign.runs.config import Loaded, load_with_origins
 from flowalign.runs.plan import plan
 from flowalign.runs.probe_sums import is_projected
 from flowalign.training import checkpoint
-from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.settings import credited_rollouts
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.strict_yaml import parse_yaml
 
@@ -220,12 +220,11 @@ def without_place(loaded: Loaded) -> dict[str, Any]:
 
 def _check(setting: Setting, others: Sequence[Setting], processes: int) -> None:
     name, recipe = setting.name, setting.loaded.run.recipe
-    if not isinstance(recipe, PolicyGradient):
-        raise ConfigError(
-            f"{name}: the recipe {type(recipe).__name__} has no rollouts to measure; "
-            "flowalign.training.PolicyGradient has"
-        )
-    if recipe.calibration:
+    try:
+        calibration = credited_rollouts(recipe).calibration
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    if calibration:
         raise ConfigError(
             f"{name}: recipe.calibration is set, and probe searches no noise levels: "
             "set it to null, and recipe.sampling.eta to the levels found"

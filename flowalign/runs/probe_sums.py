@@ -18,7 +18,7 @@ from flowalign.functional.signal import Products, inner_products, projected, ran
 from flowalign.runs.config import Run
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.batches import TrainBatch
-from flowalign.training.policy_gradient.recipe import PolicyGradient
+from flowalign.training.policy_gradient.settings import credited_rollouts
 from flowalign.utils.seeds import generator
 
 BLOCKS = 16
@@ -122,8 +122,7 @@ def is_projected(size: int, run: Run, batches: int) -> bool:
 
     With 8 steps and 16 blocks, gradients of up to 8 million parameters are kept whole.
     """
-    recipe = run.recipe
-    assert isinstance(recipe, PolicyGradient)
+    recipe = credited_rollouts(run.recipe)
     window, num_steps = recipe.sampling.sde_window, recipe.sampling.num_steps
     steps = {
         k

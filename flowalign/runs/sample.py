@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.distributed.processes import join
 from flowalign.media.encode import CLIPS, write_clip
 from flowalign.media.image_grid import PICTURE_FILES, fitted, write_grid, write_picture
@@ -248,5 +249,5 @@ def _lines(media: Sequence[Medium], seed: int) -> Iterator[str]:
         if one.request.references:
             row["references"] = [os.path.abspath(each.name) for each in one.request.references]
         if one.request.mask:
-            row["mask"] = os.path.abspath(one.request.mask.name)
+            row[REQUEST_MASK] = os.path.abspath(one.request.mask.name)
         yield json.dumps({**one.request.metadata, **row}) + "\n"

@@ -113,7 +113,7 @@ def _opened(
     rewards = run.build_rewards(costs)
     if processes.is_main:  # the others have no progress bar, and tell of long waits directly
         rewards.log = messages
-    rewards.load()
+    run.load_rewards(rewards)
     run.load_policy(processes.device)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     costs.count(run.policy.denoiser)  # before the learner copies it for a reference

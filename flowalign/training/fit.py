@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from flowalign.media.decode import MediaProblem
 from flowalign.media.references import has_hole, shape_of
-from flowalign.types import Policy, Request, RewardModel, RewardSpec
+from flowalign.types import Policy, Request, RewardModel, RewardSpec, Takes
 
 
 def check_requests(
@@ -24,23 +24,31 @@ def _problem(policy: Policy, specs: Sequence[RewardSpec], request: Request) -> s
         if lack := spec.lacks(request):
             return f"reward {spec.name!r} {lack}"
     try:
-        return _pixel_problem(policy, any("references" in s.needs for s in specs), request)
+        scored = any("references" in spec.needs for spec in specs)
+        return _pixel_problem(policy, scored, request) or _mask_problem(policy.takes, request)
     except (MediaProblem, OSError) as problem:
         return str(problem)
 
 
 def _pixel_problem(policy: Policy, scored: bool, request: Request) -> str:
     for one in request.references:
-        frames, _, _ = shape_of(one)
-        moves = policy.takes.kind == "source" and policy.fps is not None and not scored
-        if frames > 1 and not moves:
-            return f"references are pictures here; {one.name} has {frames} frames"
-    if request.mask is None:
+        shape = shape_of(one)
+        if shape[0] > 1 and (scored or policy.takes.frames == (1, 1)):
+            return f"references are pictures here; {one.name} has {shape[0]} frames"
+        given = policy.takes.references[1] > 0
+        if given and (misfit := policy.takes.misshapen(*shape)):
+            return f"{one.name}: {type(policy).__name__} {misfit}"
+    return ""
+
+
+def _mask_problem(takes: Takes, request: Request) -> str:
+    if (mask := request.mask) is None:
         return ""
-    wanted, shape = shape_of(request.references[0]), shape_of(request.mask)
+    wanted, shape = shape_of(request.references[0]), shape_of(mask)
     if shape[1:] != wanted[1:] or shape[0] != 1:
         sizes = [f"{width} x {height}" for _, height, width in (shape, wanted)]
-        return f"mask {request.mask.name} has {sizes[0]} pixels, the source {sizes[1]}"
-    if not has_hole(request.mask):
-        return f"mask {request.mask.name} has no white pixel, so nothing would be painted"
-    return ""
+        return f"mask {mask.name} has {sizes[0]} pixels, the source {sizes[1]}"
+    if has_hole(mask, takes.crop):
+        return ""
+    within = f" within the {takes.crop[1]} x {takes.crop[0]} that are kept" if takes.crop else ""
+    return f"mask {mask.name} has no white pixel{within}, so nothing would be painted"

@@ -11,7 +11,8 @@ from PIL import Image
 from pyarrow import parquet
 
 from flowalign.cli import pairs as command
-from flowalign.data.preference.convert import read_pairs
+from flowalign.data.preference.convert import read_pairs, read_samples
+from flowalign.data.preference.pairs import samples_of
 from flowalign.data.readers import open_dataset
 from flowalign.utils.errors import ConfigError
 
@@ -206,6 +207,27 @@ def test_edits_are_compared_with_edits_of_their_own_source_and_keep_it(tmp_path)
     found = list(open_dataset(str(path)))
     assert [[medium.path for medium in record.references] for record in found] == sources
     assert "references" not in found[0].metadata
+
+
+def test_edits_are_compared_under_their_own_mask_and_their_pairs_keep_it(tmp_path):
+    table = edits(tmp_path, *["s.png"] * 6)
+    found = rows(table / "scores.jsonl")
+    masks = [str(tmp_path / name) for name in ("m.png", "n.png")]
+    for mask, shade in zip(masks, (250, 251), strict=True):
+        picture(Path(mask), shade)
+    given = [masks[0], masks[1], None, masks[1], masks[0], ""]
+    for row, mask in zip(found, given, strict=True):
+        row["request_mask"] = mask
+    write(table / "scores.jsonl", found)
+    for labels in ((), ("--labels",)):
+        options = ("--rule", "gap", "--dimensions", "beauty", *labels, *ALL)
+        assert pairs(table, "--out", tmp_path / "out", *options) == 0
+        path = tmp_path / "out" / "train.jsonl"
+        read, _ = (read_samples if labels else read_pairs)(str(path))
+        asked = [one.request.mask for each in read for one in samples_of(each)]
+        named = [mask and mask.name for mask in asked]
+        assert sorted(named) == sorted(2 * masks)
+    assert "request_mask" in rows(path)[0]
 
 
 def test_labels_of_edits_keep_their_source(tmp_path):

@@ -224,6 +224,7 @@ def test_pixels_under_the_mask_of_a_row_do_not_count(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"mask": "mask.png"}))
     rows = whole(job(str(path), tmp_path / "out", KeptPixels()))
+    assert [row["request_mask"] for row in rows[::2]] == [None, str(tmp_path / "mask.png")]
     bare, masked = rows[0]["kept_pixels"], rows[2]["kept_pixels"]
     assert bare == pytest.approx(1 - (1 + 1 / 96) / 255, abs=1e-5)
     assert masked == pytest.approx(1 - (1 + 1 / 12) / 255, abs=1e-5)

@@ -57,10 +57,18 @@ def test_generic_rows_keep_what_people_said_and_other_columns(tmp_path):
     assert record.metadata == {"seed": 3}
 
 
-def test_a_mask_that_is_a_picture_is_one_and_one_of_latents_stays_a_column(tmp_path):
-    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], "mask": "m.png"}
+@pytest.mark.parametrize("name", ["request_mask", "mask"])
+def test_a_mask_of_a_source_is_the_request_s_under_its_name_and_its_old_one(tmp_path, name):
+    row = {"prompt": "x", "image": "a.png", "references": ["r.png"], name: "m.png"}
     record = only(jsonl(tmp_path, row), "generic")
     assert (record.mask, record.metadata) == (Media(str(tmp_path / "m.png")), {})
+
+
+def test_a_mask_of_latents_or_of_no_source_stays_a_column(tmp_path):
+    row = {"prompt": "x", "image": "a.png", "mask": "m.png"}
+    record = only(jsonl(tmp_path, row), "generic")
+    assert (record.mask, record.metadata) == (None, {"mask": "m.png"})
+    row |= {"references": ["r.png"]}
     record = only(jsonl(tmp_path, row | {"mask": "m.safetensors"}), "generic")
     assert (record.mask, record.metadata) == (None, {"mask": "m.safetensors"})
 

@@ -2,6 +2,7 @@
 
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from flowalign.training.rollouts.collecting import collect_rollouts, completion_
 from flowalign.types import (
     Loadable,
     MediaBatch,
+    PastOutcomes,
     Request,
     RewardModel,
     RewardOutput,
@@ -57,6 +59,17 @@ class Waiting(Redness):
         self.threads.add(threading.get_ident())
         assert self.happened(), "nothing happened meanwhile"
         return super().score(batch)
+
+
+class Earlier(Given):
+    """Values of prompts that had outcomes before."""
+
+    def __init__(self, known):
+        super().__init__(known.value)
+        self.known = known
+
+    def past(self, num_steps):
+        return self.known
 
 
 class Rank(RewardModel):
@@ -194,8 +207,9 @@ def test_loading_prepares_exactly_the_models_that_need_it():
 
 def test_log_sigmoid_centred_by_hand_and_only_where_named():
     transform = LogSigmoidCentred(reference={"b": 0.5}, scale=0.25)
+    trajectory = replace(new_recipe().empty_trajectory([0]), requests=plain_requests("xy"))
     values = torch.tensor([[[3.0, 0.5], [4.0, 1.0]], [[5.0, math.nan], [6.0, 0.0]]])
-    given = TransformedValues(Given(values), ("a", "b"), transform)([0, 1])
+    given = TransformedValues(Given(values), ("a", "b"), transform, trajectory)([0, 1])
     half, two = math.log(0.5), math.log(1 / (1 + math.exp(-2)))
     wanted = [[[3.0, half], [4.0, two]], [[5.0, math.nan], [6.0, math.log(1 / (1 + math.exp(2)))]]]
     assert_close(given, torch.tensor(wanted), equal_nan=True)
@@ -204,8 +218,44 @@ def test_log_sigmoid_centred_by_hand_and_only_where_named():
 def test_a_transform_needs_a_reference_for_each_weighted_dimension_and_no_other():
     rewards = new_rewards()
     LogSigmoidCentred(reference={"redness": 0.1}).check(rewards)
-    with pytest.raises(ValueError, match=r"names green; it needs a number for each of redness"):
+    with pytest.raises(ValueError, match=r"names green; it needs a number, .*for each of redness"):
         LogSigmoidCentred(reference={"green": 0.1}).check(rewards)
+
+
+def test_a_reference_of_each_request_centres_the_rewards_of_its_own_samples():
+    """log sigmoid((3 - 1) / 2), ((3 - 5) / 2) in a column of the request; (.5 - .5) in common."""
+    transform = LogSigmoidCentred(reference={"b": 0.5}, reference_columns={"a": "usual"}, scale=2.0)
+    requests = [Request("x", metadata={"usual": usual}) for usual in (1.0, 5)]
+    found = transform(torch.tensor([[[3.0, 0.5]], [[3.0, 4.5]]]), ("a", "b"), requests)
+    logs = [math.log(1 / (1 + math.exp(-x))) for x in (1, 0, -1, 2)]
+    assert_close(found, torch.tensor(logs).view(2, 1, 2))
+
+
+def test_outcomes_of_earlier_steps_are_centred_by_their_own_request():
+    values = torch.tensor([[3.0], [3.0], [5.0]])
+    transform = LogSigmoidCentred(reference_columns={"redness": "usual"})
+    requests = [Request("x", metadata={"usual": u}) for u in (1.0, 1.0, 4.0, 4.0)]
+    empty = new_recipe().empty_trajectory([0])
+    trajectory = replace(empty, requests=requests, group_size=2)
+    given = Earlier(PastOutcomes(values, torch.tensor([1, 0, 1])))
+    past = TransformedValues(given, ("redness",), transform, trajectory).past(1)
+    assert past is not None
+    logs = [math.log(1 / (1 + math.exp(-x))) for x in (-1, 2, 1)]
+    assert_close(past.value, torch.tensor(logs)[:, None])
+
+
+def test_a_request_without_its_reference_is_named_with_its_row():
+    transform = LogSigmoidCentred(reference_columns={"redness": "usual"})
+    transform.check(new_rewards())
+    both = LogSigmoidCentred(reference={"redness": 0.0}, reference_columns={"redness": "usual"})
+    with pytest.raises(ValueError, match="names redness, redness; it needs"):
+        both.check(new_rewards())
+    rows = [("p:1", Request("a", metadata={"usual": 2})), ("p:2", Request("b"))]
+    with pytest.raises(ValueError, match=r"p:2: usual is None; .* the reward redness"):
+        transform.check_requests(rows)
+    for nonsense in (math.nan, True, "high"):
+        with pytest.raises(ValueError, match=r"p:1: usual is"):
+            transform.check_requests([("p:1", Request("a", metadata={"usual": nonsense}))])
 
 
 def test_transformed_rewards_are_learned_from_and_raw_ones_reported():

@@ -5,6 +5,7 @@ import io
 import math
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -18,7 +19,16 @@ from flowalign.rewards.batching import Batcher
 from flowalign.rewards.checked import RewardError
 from flowalign.rewards.limits import Limits
 from flowalign.rewards.protocol import CONTENT_TYPE, output_from_json, pack_batch, unpack_batch
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.types import (
+    Column,
+    Loadable,
+    MediaBatch,
+    Reference,
+    Request,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
 from flowalign.utils.errors import ConfigError
 from reward_models.remote import RemoteReward
 from tests.fixtures.running import Running
@@ -55,6 +65,19 @@ def client(url, **options):
 def batch_of(n=3, frames=1, size=5, **columns):
     media = torch.rand(n, frames, 3, size, size + 2, generator=torch.Generator().manual_seed(n))
     return MediaBatch(media, ["a" * (i + 1) for i in range(n)], **columns)
+
+
+def test_a_served_model_declares_its_needs_and_columns_to_its_client():
+    served, columns = Mean(needs=("prompt", "references")), (Column("task", ("fill", "remove")),)
+    served.spec = replace(served.spec, columns=columns)
+    with Running(served) as there:
+        here = client(there.url)
+        here.load()
+    assert here.spec.needs == ("prompt", "references")
+    assert here.spec.columns == columns
+    request = Request("a", (Reference("s", "1", lambda: torch.zeros(1, 3, 2, 2)),), None, {})
+    assert here.spec.lacks(request) == served.spec.lacks(request)
+    assert "no task; there are fill, remove" in here.spec.lacks(request)
 
 
 def test_a_served_model_scores_as_it_does_here():

@@ -393,7 +393,7 @@ def test_other_settings_are_refused_with_the_difference_and_a_way_out(
         compare(request(*finished, out=tmp_path / "out", overrides=overrides), quiet)
     lines = str(caught.value).splitlines()
     assert lines[1:] == [
-        "optimizer.learning_rate 0.01 there, 0.5 now",
+        "optimizer.learning_rate: 0.01 -> 0.5",
         "choose another --out, or delete that folder",
     ]
 
@@ -403,7 +403,7 @@ def test_a_setting_that_another_version_did_not_know_is_named(finished, tmp_path
     text = config.read_text()
     assert "      seeds_per_prompt: null\n" in text
     config.write_text(text.replace("      seeds_per_prompt: null\n", ""))
-    with pytest.raises(ValueError, match="seeds_per_prompt unknown there, None now"):
+    with pytest.raises(ValueError, match="seeds_per_prompt: unknown -> null"):
         compare(request(*finished, out=tmp_path / "out"), quiet)
 
 

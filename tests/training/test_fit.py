@@ -1,6 +1,7 @@
 """Requests that policy or rewards cannot use are named with file and row, before weights load."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from PIL import Image
@@ -8,14 +9,22 @@ from PIL import Image
 from flowalign.data.requests import located_requests
 from flowalign.runs.config import load
 from flowalign.training.fit import check_requests
-from flowalign.types import Takes
+from flowalign.types import Loadable, Takes
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.sources import OwnSource, SourcePolicy, write_sources
 
 
 class Painter(PixelPolicy):
-    takes = Takes(references=(1, 2), mask=True, kind="source")
+    takes = Takes(references=(1, 2), mask=True, kind="source", crop=(3, 3))
+
+
+class Exact(PixelPolicy):
+    takes = Takes(references=(1, 1), kind="source", size=(6, 8))
+
+
+class ClipEditor(PixelPolicy):
+    takes = Takes(references=(1, 1), kind="source", frames=(2, 5))
 
 
 @pytest.fixture
@@ -27,6 +36,10 @@ def folder(tmp_path):
     Image.new("L", (8, 6), 255).save(tmp_path / "hole.png")
     Image.new("L", (8, 6), 0).save(tmp_path / "none.png")
     Image.new("L", (4, 6), 255).save(tmp_path / "narrow.png")
+    corner = Image.new("L", (8, 6), 0)
+    corner.putpixel((0, 3), 255)  # where a square crop of 8 x 6 does not reach
+    corner.save(tmp_path / "corner.png")
+    noise.resize((8, 4)).convert("RGB").save(tmp_path / "low.png")
     frames = [Image.new("RGB", (8, 6), (k, 0, 0)) for k in (0, 200)]
     frames[0].save(tmp_path / "moving.webp", save_all=True, append_images=frames[1:], duration=50)
     return tmp_path
@@ -34,7 +47,8 @@ def folder(tmp_path):
 
 def check(folder, policy, rewards, **row):
     file = folder / "edits.jsonl"
-    good = {"prompt": "a", "image": "a.png"} | ({"mask": "hole.png"} if policy.takes.mask else {})
+    image = "a.png" if policy.takes.frames[0] == 1 else "moving.webp"
+    good = {"prompt": "a", "image": image} | ({"mask": "hole.png"} if policy.takes.mask else {})
     rows = good, {"prompt": "b", **row}
     file.write_text("".join(json.dumps(one) + "\n" for one in rows))
     check_requests(policy, rewards, located_requests(str(file)))
@@ -50,6 +64,21 @@ WRONG = {
     "no mask": (Painter, {"image": "a.png"}, "takes a mask, and the request has none"),
     "three": (Painter, {"images": ["a.png"] * 3}, "takes 1 to 2 source references, .* has 3"),
     "a mask without a hole": (Painter, {"image": "a.png", "mask": "none.png"}, "no white pixel"),
+    "a hole outside the crop": (
+        Painter,
+        {"image": "a.png", "mask": "corner.png"},
+        "corner.png has no white pixel within the 3 x 3 that are kept",
+    ),
+    "another size": (
+        Exact,
+        {"image": "low.png"},
+        "low.png: Exact takes references of 8 x 6 pixels, and this has 8 x 4",
+    ),
+    "too few frames": (
+        ClipEditor,
+        {"image": "a.png"},
+        "a.png: ClipEditor takes references of 2 to 5 frames, and this has 1",
+    ),
     "another shape": (
         Painter,
         {"image": "a.png", "mask": "narrow.png"},
@@ -71,6 +100,35 @@ def test_a_source_that_only_a_reward_reads_is_no_mistake(folder):
     check(folder, PixelPolicy(), [OwnSource()], image="a.png")
     check(folder, PixelPolicy(), [Redness()], image="a.png")
     check(folder, Painter(), [OwnSource()], images=["a.png", "cut.png"][:1], mask="hole.png")
+
+
+def test_a_clip_is_taken_where_the_policy_says_so_and_no_reward_reads_it(folder):
+    check(folder, ClipEditor(), [Redness()], image="moving.webp")
+    with pytest.raises(ValueError, match=r"references are pictures here; .*moving.webp has 2"):
+        check(folder, ClipEditor(), [OwnSource()], image="moving.webp")
+
+
+class Late(OwnSource, Loadable):
+    """Declares what it needs once it is loaded, as a served reward does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.declared, self.spec = self.spec, replace(self.spec, needs=())
+
+    def load(self) -> None:
+        self.spec = self.declared
+
+
+def test_what_a_reward_says_it_needs_when_it_is_loaded_is_checked_then(tmp_path):
+    (tmp_path / "p.txt").write_text("a red circle\n")
+    changes = [f"recipe.prompts={tmp_path / 'p.txt'}", "reward_weights={red: 1.0}"]
+    changes += ["rewards=[{class_path: tests.training.test_fit.Late}]", "evaluation=null"]
+    run, _ = load("configs/shapes.yaml", changes)
+    with pytest.raises(ValueError, match=r"p.txt:1: reward 'own' needs a source"):
+        run.load_rewards(run.build_rewards())
+    changes[0] = f"recipe.prompts={write_sources(tmp_path)}"
+    run, _ = load("configs/shapes.yaml", changes)
+    run.load_rewards(run.build_rewards())
 
 
 def test_a_run_is_refused_before_weights_load(tmp_path):

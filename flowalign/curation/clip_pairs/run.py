@@ -91,6 +91,7 @@ class ClipPairs:
             torch.set_num_threads(self.threads)
         rewards = Rewards(self.rewards, self.reward_weights)
         rewards.load()
+        rewards.check_policy(self.policy)  # a served one says only now what it scores
         self.policy.load(join(self.device).device)
         rewards.costs.count(self.policy.denoiser)
         return ClipRegenerator(self.policy, rewards, self.num_steps, self.seed, self.micro_batch)

@@ -16,6 +16,7 @@ from flowalign.curation.pairing.rules import Choice, Rule, staged
 from flowalign.curation.pairing.table import Medium, Table
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.validate import Inspection
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.media.media import Media
 from flowalign.utils.files import atomic_write
 
@@ -100,9 +101,9 @@ def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[in
             )
         elif not medium.path:
             report.add("held by the dataset itself, not a file", medium.name)
-        elif "" in medium.references:
+        elif "" in _sources(medium):
             report.add("source held by the dataset itself, not a file", medium.name)
-        elif problem := inspection.missing(medium.path, *medium.references):
+        elif problem := inspection.missing(medium.path, *_sources(medium)):
             report.add(problem, medium.name)
         elif place in seen:
             report.add("repeated medium", medium.name)
@@ -112,14 +113,18 @@ def _usable(job: Job, inspection: Inspection, report: DropReport) -> Iterator[in
 
 
 def request(medium: Medium) -> tuple[str, ...]:
-    """Return what a medium answers: its prompt, and the references that came with it."""
-    return medium.prompt, *medium.references
+    """Return what a medium answers: its prompt, and the references and mask that came with it."""
+    return medium.prompt, *_sources(medium)
+
+
+def _sources(medium: Medium) -> tuple[str, ...]:
+    return medium.references if medium.mask is None else (*medium.references, medium.mask)
 
 
 def _group(job: Job, i: int) -> tuple[str, ...]:
     """Return the group within which a medium is compared: its request, or its record."""
     medium = job.table.media[i]
-    by_record = job.by_record or not medium.prompt or "" in medium.references
+    by_record = job.by_record or not medium.prompt or "" in _sources(medium)
     return *request(medium), medium.record if by_record else ""
 
 
@@ -153,7 +158,7 @@ def line(job: Job, choice: Choice) -> dict[str, Any]:
         "gap": choice.gap,
         "scores_chosen": scores(job, choice.winner),
         "scores_rejected": scores(job, choice.loser),
-        **_references(winner),
+        **_given(winner),
     }
     return row | {"stage": choice.stage} if job.stages else row
 
@@ -170,14 +175,16 @@ def labelled(job: Job, choices: Sequence[Choice]) -> list[dict[str, Any]]:
             "completion": job.table.media[row].path,
             "label": row in won,
             "scores": scores(job, row),
-            **_references(job.table.media[row]),
+            **_given(job.table.media[row]),
         }
         for row in sorted(won ^ lost)
     ]
 
 
-def _references(medium: Medium) -> dict[str, Any]:
-    return {"references": list(medium.references)} if medium.references else {}
+def _given(medium: Medium) -> dict[str, Any]:
+    """Return the columns of what came with the prompt."""
+    found: dict[str, Any] = {"references": list(medium.references)} if medium.references else {}
+    return found | ({REQUEST_MASK: medium.mask} if medium.mask else {})
 
 
 def scores(job: Job, row: int) -> dict[str, float]:

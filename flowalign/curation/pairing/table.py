@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.readers.files import FORMATS
 from flowalign.data.readers.rows import Row
 
@@ -33,6 +34,8 @@ class Medium(NamedTuple):
     """Why it has no score; empty if it has one."""
     references: tuple[str, ...] = ()
     """Absolute paths of its references; empty for one that the dataset itself holds."""
+    mask: str | None = None
+    """Absolute path of its request's mask; empty for one that the dataset itself holds."""
 
     @property
     def name(self) -> str:
@@ -133,6 +136,7 @@ def _medium(fields: Mapping[str, Any], root: str) -> Medium:
         _absolute(fields.get("path"), root),
         str(fields.get("reason") or ""),
         tuple(_absolute(reference, root) for reference in fields.get("references") or ()),
+        None if (mask := fields.get(REQUEST_MASK)) is None else _absolute(mask, root),
     )
 
 

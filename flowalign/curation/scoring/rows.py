@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.curation.scoring.table import REFERENCES
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.records import Record
 from flowalign.media.decode import Clip, MediaProblem, decode
 from flowalign.media.media import Media
@@ -171,7 +173,9 @@ def _row(
         labels |= {f"{kind}/{dim}": float(values[item.medium]) for dim, values in by_dim.items()}
     labels |= {f"both_bad/{dim}": True for dim in record.both_bad}
     if record.references:
-        labels["references"] = [reference.path for reference in record.references]
+        labels[REFERENCES] = [reference.path for reference in record.references]
+    if record.mask:
+        labels[REQUEST_MASK] = record.mask.path or ""
     return {
         "record": record.id,
         "medium": item.medium,

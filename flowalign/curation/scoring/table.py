@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.utils.files import atomic_write
 
 Row = Mapping[str, Any]
@@ -26,6 +27,8 @@ _LABELS = {"rank": "double", "votes": "double", "rating": "double", "both_bad": 
 """Types of the columns of human labels, by what stands before the slash of their names."""
 REFERENCES = "references"
 """Column of the paths of a record's references, in tables of records that have some."""
+_REQUEST = {REFERENCES: "strings", REQUEST_MASK: "string"}
+"""Types of the columns that only tables of records with references or a mask have."""
 _ROWS_AT_ONCE = 4096
 _DIGITS = 8
 
@@ -107,7 +110,8 @@ def _columns(rows: Iterator[Row]) -> dict[str, str]:
     """Return names and types of all columns; human labels of some rows are a column of all."""
     names = dict.fromkeys(name for row in rows for name in row)
     labels = {name: _LABELS[kind] for name in sorted(names) if (kind := _kind(name)) in _LABELS}
-    known = FIXED | ({REFERENCES: "strings"} if REFERENCES in names else {}) | labels
+    asked = {name: kind for name, kind in _REQUEST.items() if name in names}
+    known = FIXED | asked | labels
     scored = [name for name in names if name not in known]
     return known | {name: "bool" if name.endswith("_valid") else "double" for name in scored}
 

@@ -35,6 +35,7 @@ def read_attributes(
 
 
 def _pair(record: Record, medium: Media, where: str) -> Pair:
-    sample = Sample(record.prompt, medium, references=record.request().references)
+    asked = record.request()
+    sample = Sample(record.prompt, medium, references=asked.references, mask=asked.mask)
     good, bad = (f"{record.prompt}, {record.metadata[name]}" for name in _NAMES)
     return Pair(sample, sample, "attributes", targets=(good, bad), where=where)

@@ -227,6 +227,7 @@ def _merged_label(earlier: Sample, later: Sample) -> Sample:
 def _sample(record: Record, i: int) -> Sample:
     """Make a sample of one medium. Only ratings become scores: ranks and votes are relative."""
     scores = {dim: float(values[i]) for dim, values in record.ratings.items()}
+    request = record.request()
     return Sample(
         record.prompt,
         record.media[i],
@@ -234,7 +235,8 @@ def _sample(record: Record, i: int) -> Sample:
         record.metadata.get("desirable"),
         _user(record.metadata),
         record.metadata.get("weight_map"),
-        record.request().references,
+        request.references,
+        request.mask,
     )
 
 

@@ -23,11 +23,13 @@ class Sample:
     """A safetensors file with the importance of every place, see `functional.matching`."""
     references: tuple[Reference, ...] = ()
     """Sources of an edit, or a first frame."""
+    mask: Reference | None = None
+    """Where the first of them was to be painted anew."""
 
     @property
     def request(self) -> Request:
         """The request that the medium answers, without metadata."""
-        return Request(self.prompt, self.references)
+        return Request(self.prompt, self.references, self.mask)
 
 
 @dataclass(frozen=True)

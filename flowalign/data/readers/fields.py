@@ -9,6 +9,9 @@ from typing import Any
 from flowalign.data.readers.rows import Row, RowProblem
 from flowalign.media.media import Media
 
+REQUEST_MASK = "request_mask"
+"""Column of the mask that a request came with: a path. The column `mask` of pairs is another thing:
+a safetensors file of where two clips differ."""
 _PLAIN = str | int | float | bool
 
 
@@ -55,6 +58,10 @@ class Fields:
     def optional_media(self, name: str) -> list[Media]:
         """Return a list of media; none if it is absent."""
         return self.media(name) if name in self else []
+
+    def request_mask(self) -> Media | None:
+        """Return the mask of the request: a picture, in the column that ours are written to."""
+        return self.medium(REQUEST_MASK) if REQUEST_MASK in self else None
 
     def of(self, value: Any, name: str) -> Media:
         """Return a medium from a value inside a column; `name` says which in messages."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from flowalign.data.readers.fields import Fields, numbers
+from flowalign.data.readers.fields import REQUEST_MASK, Fields, numbers
 from flowalign.data.readers.rows import RowProblem
 from flowalign.data.readers.schema import Schema, present
 from flowalign.data.records import Record
@@ -16,7 +16,8 @@ _USED = (*_PROMPT, *_LISTS, *_SINGLE, "id", "fps", "references", "ranks", "votes
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     row = rows[0]
     name = present(row, (*_LISTS, *_SINGLE))
-    masked = "mask" in row and not str(row.row.fields["mask"]).endswith(".safetensors")
+    pictured = "references" in row and "mask" in row
+    old = pictured and not str(row.row.fields["mask"]).endswith(".safetensors")
     media = row.media(name) if name in _LISTS else [row.medium(name, row.number("fps"))]
     return Record(
         _identity(row) or default_id,
@@ -26,8 +27,8 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
         ranks=_by_dimension(row, "ranks", len(media)),
         votes=_by_dimension(row, "votes", len(media)),
         ratings=_by_dimension(row, "ratings", len(media)),
-        metadata=row.rest(*_USED, *(["mask"] if masked else [])),
-        mask=row.medium("mask") if masked else None,
+        metadata=row.rest(*_USED, REQUEST_MASK, *(["mask"] if old else [])),
+        mask=row.medium("mask") if old else row.request_mask(),
     )
 
 

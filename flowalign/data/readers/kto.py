@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flowalign.data.readers.fields import Fields
+from flowalign.data.readers.fields import REQUEST_MASK, Fields
 from flowalign.data.readers.preferences import safetensors
 from flowalign.data.readers.schema import Schema, present
 from flowalign.data.records import Record
@@ -15,7 +15,7 @@ _LABELS = {"1": True, "1.0": True, "true": True, "0": False, "0.0": False, "fals
 def _record(rows: Sequence[Fields], default_id: str) -> Record:
     """Read a row; `desirable` in the metadata is the label, absent if that is no true or false."""
     row = rows[0]
-    metadata = row.rest(*_PROMPT, *_MEDIUM, "references")
+    metadata = row.rest(*_PROMPT, *_MEDIUM, "references", REQUEST_MASK)
     desirable = _LABELS.get(str(row.row.fields.get("label")).lower())
     if desirable is not None:
         metadata["desirable"] = desirable
@@ -24,7 +24,8 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
     medium = row.medium(present(row, _MEDIUM), row.number("fps"))
     references = row.optional_media("references")
     prompt = row.text(present(row, _PROMPT))
-    return Record(default_id, prompt, [medium], references, metadata=metadata)
+    mask = row.request_mask()
+    return Record(default_id, prompt, [medium], references, metadata=metadata, mask=mask)
 
 
 KTO = Schema("kto", (_PROMPT, _MEDIUM, ("label",)), _record)

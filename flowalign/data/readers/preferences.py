@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flowalign.data.readers.fields import Fields, number
+from flowalign.data.readers.fields import REQUEST_MASK, Fields, number
 from flowalign.data.readers.rows import RowProblem
 from flowalign.data.readers.schema import Schema, present
 from flowalign.data.records import Record
@@ -31,8 +31,9 @@ def _record(rows: Sequence[Fields], default_id: str) -> Record:
         row.optional_media("references"),
         ranks={dim: [1.0, 1.0] if chosen == rejected else [1.0, 2.0]},
         ratings=ratings,
-        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES, "references")
+        metadata=row.rest(*_PROMPT, *_CHOSEN, *_REJECTED, *_SCORES, "references", REQUEST_MASK)
         | pair_columns(row),
+        mask=row.request_mask(),
     )
 
 

@@ -108,7 +108,7 @@ class Rollouts(Comparison, DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if no reward decides which sample is better."""
-        read_requests(self.prompts)
+        self.check_prompts(self.prompts)
         if not run.rewards.weights.any():
             raise ValueError(
                 "recipe.data of class Rollouts pairs samples by rewards: name reward models in "
@@ -182,8 +182,9 @@ class RolloutStream(BatchStream):
     def _batch(self, step: int) -> Batch:
         cfg, requests = self.cfg, self.requests.batch(step, self.cfg.prompts_per_step)
         local = list(self.processes.share(range(len(requests))))
-        latents, scores = self._sampled(step, [requests[i] for i in local], local)
-        gathered = self._gathered(scores)
+        asked = [requests[i] for i in local]
+        latents, scores = self._sampled(step, asked, local)
+        gathered = self._gathered(scores, asked)
         total = self._totals(gathered, len(scores))
         weights = self.comparison.weights
         better = scores[:, weights != 0] * weights[weights != 0].sign()
@@ -195,17 +196,21 @@ class RolloutStream(BatchStream):
                 strict=True,
             )
         ]
-        examples = self._paired(latents, scores, [requests[i] for i in local], found)
+        examples = self._paired(latents, scores, asked, found)
         counts = self.processes.gather(torch.tensor([len(examples.latents) // 2]))
         first = int(counts[: self.processes.rank].sum())
         metrics = self.comparison.metrics(gathered) | {"pairs": float(counts.sum())}
         self.comparison.learn(gathered.outcome)
         return Batch(examples, first, int(counts.sum()), metrics)
 
-    def _gathered(self, scores: Float[Tensor, "n R"]) -> GatheredCredit:
+    def _gathered(
+        self, scores: Float[Tensor, "n R"], requests: Sequence[Request]
+    ) -> GatheredCredit:
         """Credit samples for their transformed rewards, on all processes."""
-        cfg, transform = self.cfg, self.cfg.value_transform
-        value = scores if transform is None else transform(scores, self.rewards.dims)
+        cfg, value = self.cfg, scores
+        if cfg.value_transform:
+            of_each = [request for request in requests for _ in range(cfg.samples_per_prompt)]
+            value = cfg.value_transform(scores, self.rewards.dims, of_each)
         credit = outcome_credit(value, cfg.samples_per_prompt)
         return self.comparison.gather(credit, scores, cfg.samples_per_prompt)
 

@@ -123,7 +123,7 @@ class ScoredGroups(RolloutSettings, DataSource):
     def check(self, run: RunContext) -> None:
         """Raise ValueError if no reward compares samples, or weights that sample are missing."""
         self.check_rewards(run.rewards)
-        read_requests(self.prompts)
+        self.check_prompts(self.prompts)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 

@@ -8,28 +8,20 @@ from typing_extensions import override
 
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import FlowSDE
-from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.sde_windows import AllButLast, Fixed
 from flowalign.training.learner import Learner
 from flowalign.training.policy_gradient.calibrate import FILE, calibrated
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, worth_a_picture
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 from flowalign.training.policy_gradient.plan import plan_step
-from flowalign.training.policy_gradient.settings import Settings
+from flowalign.training.policy_gradient.settings import CreditedRollouts
 from flowalign.training.recipe import Log, Loop, Recipe, RecipePlan, RunContext
 from flowalign.types import ModelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Settings, Recipe):
+class PolicyGradient(CreditedRollouts, Recipe):
     """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
-
-    prompts: str
-    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
-    `image`, `images` or `mask` where the policy takes them."""
-    calibration: Calibration | None = None
-    """Search for the noise level of each step before the first one (DenseGRPO), starting at
-    `sampling.eta` of the kernel FlowSDE. Null: none."""
 
     open_files = (FILE,)
 
@@ -48,7 +40,7 @@ class PolicyGradient(Settings, Recipe):
         if self.calibration:
             self._check_calibration()
         self.check_rewards(run.rewards)
-        read_requests(self.prompts)
+        self.check_prompts(self.prompts)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:

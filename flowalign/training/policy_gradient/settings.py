@@ -9,9 +9,11 @@ from typing_extensions import override
 from flowalign.credit.outcome import Outcome
 from flowalign.functional.weight import StepWeight
 from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.sampling.calibration import Calibration
 from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.measured import MeasuredWeight
+from flowalign.training.recipe import Recipe
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
@@ -125,3 +127,33 @@ class Settings(RolloutSettings):
     @override
     def needs_means(self) -> bool:
         return self.algorithm.needs_mean_old
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditedRollouts(Settings):
+    """Says of a recipe that it updates transitions of the rollouts of a file of requests.
+
+    `flowalign bench` times the stages of such a recipe, and `flowalign probe` compares the
+    gradients of its denoising steps. A recipe of one's own can be one, too.
+    """
+
+    prompts: str
+    """Path of the training prompts: a text file, one a line, or JSONL with a field `prompt`, and
+    `image`, `images` or `mask` where the policy takes them."""
+    calibration: Calibration | None = None
+    """Search for the noise level of each step before the first one (DenseGRPO), starting at
+    `sampling.eta` of the kernel FlowSDE. Null: none."""
+
+
+def credited_rollouts(recipe: Recipe) -> CreditedRollouts:
+    """Return a recipe as one whose denoising steps can be measured.
+
+    Raises:
+        ValueError: It has no rollouts of which transitions are updated.
+    """
+    if not isinstance(recipe, CreditedRollouts):
+        raise ValueError(
+            f"the recipe {type(recipe).__name__} has no rollouts to measure; "
+            "flowalign.training.PolicyGradient has"
+        )
+    return recipe

@@ -21,7 +21,7 @@ def compute_credit(cfg: RolloutSettings, values: CompletionValues) -> StepCredit
     Without a method, samples have the credit of their outcomes, in one column.
     """
     trajectory = values.trajectory
-    transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform)
+    transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform, trajectory)
     if cfg.credit is not None:
         return cfg.credit(trajectory, transformed)
     return outcome_credit(transformed([trajectory.num_steps])[:, 0], trajectory.group_size)

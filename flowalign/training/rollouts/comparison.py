@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from flowalign.data.requests import located_requests
 from flowalign.distributed.processes import Processes
 from flowalign.functional.advantage import Combine, Scale, advantages, zero_spread_share
 from flowalign.rewards.checked import OnFailure
@@ -56,6 +57,12 @@ class Comparison:
         for part in (self.value_transform, self.thresholds):
             if part:
                 part.check(rewards)
+
+    def check_prompts(self, prompts: str) -> None:
+        """Raise ValueError if a file holds no requests, or such as these settings cannot use."""
+        located = located_requests(prompts)
+        if self.value_transform:
+            self.value_transform.check_requests(located)
 
     def check_groups(self, key: str, group_size: int) -> None:
         """Raise ValueError if groups of this size cannot be compared so; `key` names the recipe."""

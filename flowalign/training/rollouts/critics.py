@@ -12,7 +12,7 @@ def learned(
 ) -> tuple[Learned, dict[str, float]]:
     """Return the critic after these outcomes, and the share of their variance that it foresaw."""
     trajectory, rewards = values.trajectory, values.rewards
-    transformed = TransformedValues(values, rewards.dims, cfg.value_transform)
+    transformed = TransformedValues(values, rewards.dims, cfg.value_transform, trajectory)
     outcome = processes.gather(transformed([trajectory.num_steps])[:, 0])
     usable = rewards.usable(outcome.isfinite())
     outcome = outcome[usable].nan_to_num()

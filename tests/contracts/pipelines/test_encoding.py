@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from assets.shapes.world import render
-from pipelines.encoding import covering
+from flowalign.functional.resizing import covering
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import assert_one_time_per_row
 

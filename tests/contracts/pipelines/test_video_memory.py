@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipelines.encoding import covering
+from flowalign.functional.resizing import covering
 from pipelines.wan import Wan
 from pipelines.wan_i2v import WanI2V
 from tests.fixtures.embedded import move

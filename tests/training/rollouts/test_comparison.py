@@ -1,5 +1,7 @@
 """Rewards are compared alike wherever samples are: by hand, and in online DPO."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import tensor
@@ -127,7 +129,8 @@ def test_pairs_may_be_chosen_by_transformed_rewards(tmp_path):
     weights = {"redness": 1.0, "green": 1.0}
     transform = LogSigmoidCentred(reference={"redness": -1.0, "green": 0.6}, scale=0.02)
     scores = everyone(tmp_path, weights)
-    total = transform(scores, ("redness", "green")).sum(-1)
+    asked = opened(tmp_path, weights).requests.batch(0, 3)
+    total = transform(scores, ("redness", "green"), asked).sum(-1)
     plain = scores.sum(-1)
     assert (total.argmax(1) != plain.argmax(1)).any() or (total.argmin(1) != plain.argmin(1)).any()
     found = batch_of(opened(tmp_path, weights, value_transform=transform))
@@ -135,6 +138,27 @@ def test_pairs_may_be_chosen_by_transformed_rewards(tmp_path):
     expected = [scores[each, total.argmax(1), 0], scores[each, total.argmin(1), 0]]
     assert_close(found.examples.scores["redness"], torch.cat(expected))
     assert found.metrics["reward/green"] == pytest.approx(float(scores[..., 1].mean()), abs=1e-6)
+
+
+def test_pairs_may_be_chosen_by_the_lead_on_a_reference_of_each_request(tmp_path):
+    """Each prompt's reference of redness lies in the middle of its own samples."""
+    weights = {"redness": 1.0, "green": 1.0}
+    transform = LogSigmoidCentred(
+        reference={"green": 0.6}, reference_columns={"redness": "usual"}, scale=0.02
+    )
+    scores, stream = everyone(tmp_path, weights), opened(tmp_path, weights)
+    usual = scores[:, :, 0].mean(1).tolist()
+    asked = stream.requests.batch(0, 3)
+    known = {r.prompt: replace(r, metadata={"usual": u}) for r, u in zip(asked, usual, strict=True)}
+    total = transform(scores, ("redness", "green"), list(known.values())).sum(-1)
+    stream = opened(tmp_path, weights, value_transform=transform)
+    stream.requests = replace(
+        stream.requests, all=[known.get(r.prompt, r) for r in stream.requests.all]
+    )
+    found = batch_of(stream).examples.scores["redness"]
+    each = torch.arange(3)
+    expected = [scores[each, total.argmax(1), 0], scores[each, total.argmin(1), 0]]
+    assert_close(found, torch.cat(expected))
 
 
 def test_dominated_samples_are_not_paired(tmp_path):

@@ -1,0 +1,29 @@
+"""Bring pictures to a size."""
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+
+def covering(
+    pictures: Float[Tensor, "n 3 h w"], height: int, width: int
+) -> Float[Tensor, "n 3 height width"]:
+    """Resize images to cover the target size, keeping the aspect ratio, and crop the centre.
+
+    Bicubic with antialiasing, clamped to [0, 1]; images that already have the size are unchanged.
+    """
+    h, w = pictures.shape[-2:]
+    scale = max(height / h, width / w)
+    size = max(height, round(h * scale)), max(width, round(w * scale))
+    if size != (h, w):
+        resized = interpolate(pictures, size, mode="bicubic", antialias=True)
+        pictures = resized.clamp(0, 1)
+    top, left = (size[0] - height) // 2, (size[1] - width) // 2
+    return pictures[..., top : top + height, left : left + width]
+
+
+def hole_within(
+    mask: Float[Tensor, "1 3 h w"], height: int, width: int
+) -> Bool[Tensor, "1 1 height width"]:
+    """Return where a mask is white, 0.5 or more, in what `covering` keeps of it."""
+    return covering(mask, height, width).mean(1, keepdim=True) >= 0.5
