@@ -4,18 +4,21 @@ import argparse
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from flowalign.cli.messages import add_config, settings_of
-from flowalign.cli.ranges import SEED, whole
+from flowalign.cli.ranges import SEED, number, whole
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
+    from flowalign.runs.config import Run
+    from flowalign.runs.distillation import Distillation
     from flowalign.runs.sample import Job
     from flowalign.types import Request
 
@@ -42,6 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=whole(1), help="number of prompts, from the first one; default: all")
     add("--num_steps", type=whole(1), help="default: as the run file evaluates, or trains")
     add("--seed", type=whole(*SEED), help="default: the run file's")
+    _add_reward_sds(parser.add_argument_group("RewardSDS, arXiv:2503.09601").add_argument)
+
+
+def _add_reward_sds(add: Callable[..., object]) -> None:
+    """Add the options of RewardSDS; their defaults are those of its settings."""
+    add(
+        "--reward_sds",
+        type=whole(1),
+        metavar="STEPS",
+        help="optimise each latent for so many steps in place of sampling it: noised copies are "
+        "completed in --num_steps, and weighted by the run file's rewards; the paper: 1000",
+    )
+    add("--noises", type=whole(1), help="noised copies of a latent for each step; default: 8")
+    add(
+        "--weighting",
+        choices=("min_max", "best", "softmax", "none"),
+        help="min_max: towards the two best copies and away from the two worst, the default; none: "
+        "all alike, which asks no reward",
+    )
+    add("--latent_rate", type=number(0.0), help="learning rate of the latents; default: 0.01")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,6 +118,12 @@ def _job(args: argparse.Namespace) -> "Job":
         "num_steps": num_steps,
         "seed": seed,
     }
+    distillation = _distillation(args, run_file)
+    if distillation:
+        settings["reward_sds"] = asdict(distillation.cfg) | {
+            "levels": list(distillation.cfg.levels)
+        }
+        settings |= {name: yaml.safe_load(text)[name] for name in ("rewards", "reward_weights")}
     return Job(
         run_file,
         settings,
@@ -105,7 +134,31 @@ def _job(args: argparse.Namespace) -> "Job":
         args.weights,
         Path(_out(args)),
         micro_batch,
+        distillation,
     )
+
+
+def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | None":
+    """Return how latents are optimised, if they are.
+
+    Raises:
+        ValueError: An option of RewardSDS is given without it, or no reward has a weight.
+    """
+    from flowalign.runs.distillation import Distillation
+    from flowalign.sampling.reward_sds import RewardSDS
+
+    options = {"noises": "noises", "weighting": "weighting", "latent_rate": "learning_rate"}
+    given = {option: getattr(args, option) for option in options}
+    given = {option: value for option, value in given.items() if value is not None}
+    if args.reward_sds is None:
+        if given:
+            raise ValueError(f"--{next(iter(given))} is an option of --reward_sds: give that, too")
+        return None
+    cfg = RewardSDS(steps=args.reward_sds, **{options[name]: v for name, v in given.items()})
+    rewards = run_file.build_rewards()
+    if cfg.weighting != "none":
+        rewards.check_weights()
+    return Distillation(cfg, rewards.weighted())
 
 
 def _hashed(requests: "Sequence[Request]") -> str:

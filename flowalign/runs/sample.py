@@ -23,6 +23,8 @@ from flowalign.distributed.processes import join
 from flowalign.media.encode import CLIPS, write_clip
 from flowalign.media.image_grid import PICTURE_FILES, fitted, write_grid, write_picture
 from flowalign.runs.config import Run
+from flowalign.runs.distillation import Distillation
+from flowalign.sampling.reward_sds import optimise
 from flowalign.sampling.rollout import generate
 from flowalign.types import Request
 from flowalign.utils.console import Progress
@@ -57,6 +59,8 @@ class Job:
     """File of a grid, or folder."""
     micro_batch: int
     """Pictures or clips per network call."""
+    distillation: Distillation | None = None
+    """How latents are optimised in place of being sampled; null: they are sampled."""
 
     def load(self) -> None:
         """Load the weights of the model."""
@@ -65,6 +69,8 @@ class Job:
         self.run.load_policy(join(self.run.device).device)
         if self.weights:
             self.run.policy.load_weights(self.weights)
+        if self.distillation:
+            self.distillation.rewards.load()
 
     @property
     def fps(self) -> float | None:
@@ -73,9 +79,17 @@ class Job:
 
     def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
         """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
-        policy, at_once = self.run.policy, 1 if self.fps else DECODED_AT_ONCE
-        latents = generate(policy, requests, self.num_steps, generators, self.micro_batch)
-        return torch.cat([policy.decode(x).cpu() for x in latents.split(at_once)])
+        policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
+        if not self.distillation:
+            return self.decoded(generate(policy, requests, steps, generators, size))
+        score = self.distillation.score(self.decoded, self.fps)
+        cfg = self.distillation.cfg
+        return self.decoded(optimise(policy, score, requests, cfg, steps, generators, size))
+
+    def decoded(self, latents: Tensor) -> Tensor:
+        """Decode latents to media on the CPU."""
+        at_once = 1 if self.fps else DECODED_AT_ONCE
+        return torch.cat([self.run.policy.decode(x).cpu() for x in latents.split(at_once)])
 
 
 def hash_weights(folder: Path) -> str:

@@ -96,14 +96,16 @@ def complete(
 def velocity(
     field: VelocityField,
     x: Float[Tensor, "n *latent"],
-    sigma: Float[Tensor, ""],
+    sigma: Float[Tensor, "*n"],
     cond: Cond,
     row: Int[Tensor, "n"],
     micro_batch: int,
 ) -> Float[Tensor, "n *latent"]:
     """Evaluate `field.velocity` in micro-batches; sample i is conditioned on row[i] of cond."""
-    chunks = zip(x.split(micro_batch), row.split(micro_batch), strict=True)
-    return torch.cat([field.velocity(part, sigma, take(cond, rows)) for part, rows in chunks])
+    parts = x.split(micro_batch)
+    sigmas = sigma.split(micro_batch) if sigma.ndim else (sigma,) * len(parts)
+    chunks = zip(parts, sigmas, row.split(micro_batch), strict=True)
+    return torch.cat([field.velocity(part, s, take(cond, rows)) for part, s, rows in chunks])
 
 
 def take(cond: Cond, rows: Int[Tensor, "n"]) -> dict[str, Tensor]:

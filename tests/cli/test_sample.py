@@ -492,3 +492,33 @@ def test_a_grid_of_clips_stands_still_as_png_and_moves_as_anything_else(sample, 
         assert found.fps == pytest.approx(12.5)
         shade = found.frames[3, :, 6:8, 8:12].mean((1, 2))
         torch.testing.assert_close(shade, torch.tensor(expected[0, 0]), atol=0.02, rtol=0)
+
+
+# ---------------------------------------------------------------- RewardSDS
+
+
+def test_latents_are_optimised_into_a_folder_that_goes_on(sample, tmp_path, capsys):
+    options = ["--reward_sds", 2, "--noises", 4, "--count", 2, "--latent_rate", 0.5]
+    assert sample(*options, "--out", tmp_path / "out") == 0
+    assert sample("--count", 2, "--out", tmp_path / "sampled") == 0
+    assert len(listing(tmp_path / "out")) == 10
+    assert (
+        pixels(tmp_path / "out", "000001-01") != pixels(tmp_path / "sampled", "000001-01")
+    ).any()
+    assert sample(*options, "--out", tmp_path / "out") == 0
+    assert "10 pictures, 0 of them new" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="reward_sds"):
+        sample("--reward_sds", 3, "--noises", 4, "--count", 2, "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--noises", 4], "--noises is an option of --reward_sds"),
+        (["--reward_sds", 5, "--noises", 2], "noises is 2, but weighting min_max needs at least 4"),
+        (["--reward_sds", 5, "--reward_weights.redness", "0.0"], "reward_weights are all zero"),
+    ],
+)
+def test_options_of_reward_sds_that_cannot_be_used_are_refused(sample, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sample(*options, "--out", tmp_path / "out")

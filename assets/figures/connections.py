@@ -1,0 +1,229 @@
+"""Compare connections of a reward's gradient at equal cost on the embedded model, and draw it.
+
+    python assets/figures/connections.py runs/connections                     # goes on
+    python assets/figures/connections.py runs/connections --only refl --seeds 0    # a slice of it
+    python assets/figures/connections.py runs/connections --long flowbp_sparse     # LENGTH as long
+
+The learned reward is followed, and the verifier only watched. How methods are tuned and trained is
+in `equal_cost.py`; here the steps of a budget follow from the dry run of each connection. Writes
+`connections.json` and `connections.png` beside this script, or into --to, and prints the table;
+--long trains one connection on, alone and with what might delay the hacking of its reward, in the
+subfolder `long`, and writes `connections_long.*`. Without a folder it draws what is there.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import yaml
+from equal_cost import (
+    Study,
+    compared,
+    dots,
+    evaluated,
+    finished,
+    histories,
+    kept,
+    options,
+    overlay,
+    polished,
+    results,
+    tuned,
+)
+
+from flowalign.reports.comparison import compare, methods_of, seed_statistics
+from flowalign.reports.comparison_chart import draw, look
+from flowalign.reports.comparison_page import with_std
+from flowalign.runs.config import load
+from flowalign.training import RewardGradient
+
+BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.connections"
+LENGTH = 4
+"""Budgets that the best connection is trained for with --long."""
+DIMENSIONS = ("colour", "shape", "count", "position", "clean")
+MEASURES = {
+    "strict": ["strict"],
+    "learned": [f"learned_{dimension}" for dimension in DIMENSIONS],
+    "diversity": ["diversity"],
+    "sharpness": ["sharpness"],
+}
+WORDS = {
+    "wanted": ["a"],
+    "unwanted": ["three", "triangles", "above", "purple"],
+    "form": "released",
+}
+"""Control words that the towers of the embedded world know; they have none for quality."""
+
+
+def method(name: str) -> list[str]:
+    """Return the files of a connection with the defaults of its paper."""
+    return [BASE, f"configs/methods/{name}.yaml"]
+
+
+def connection(name: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a connection."""
+    return {"recipe": {"connection": {"class_path": f"{CLASSES}.{name}", "init_args": settings}}}
+
+
+def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
+    """Return the steps of a budget; the dry run of the connection says what one takes."""
+    recipe = load(files)[0].recipe
+    assert isinstance(recipe, RewardGradient)
+    each = recipe.start.num_steps + recipe.cost.replayed + recipe.cost.elsewhere
+    return max(1, round(budget / (recipe.examples_per_step * each)))
+
+
+STUDY = Study(
+    name="connections",
+    methods={
+        "draft_1": [BASE],
+        "draft_lv": method("draft_lv"),
+        "refl": method("refl"),
+        "align_prop": [BASE],
+        "drtune": method("drtune"),
+        "vader": [BASE],
+        "leap_align": method("leap_align"),
+        "flowbp_sparse": method("flowbp_sparse"),
+        "flowbp_bridge": [BASE],
+        "flowbp_lagrange": [BASE],
+        "direct_align": [BASE],
+        "srpo": [BASE],
+    },
+    settings={
+        "refl": {"recipe": {"connection": {"last_steps": 4}}},  # 11 of 25 steps are 4 of 8
+        "align_prop": connection("AlignProp"),
+        "vader": connection("VADER", step="random"),
+        "flowbp_bridge": connection("FlowBPBridge"),
+        "flowbp_lagrange": connection("FlowBPLagrange"),
+        "direct_align": connection("DirectAlign"),
+        "srpo": {
+            "recipe": connection("DirectAlign", directions="both")["recipe"] | {"relative": WORDS}
+        },
+    },
+    budget=31_000,
+    rates=(1e-3, 2e-3),
+    steps=steps_of,
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "kl": {"kl": 0.1},
+    "relative": {"relative": WORDS},
+}
+"""Settings of the recipe in runs of --long."""
+
+
+def study(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the slice that was asked for, and return the numbers of all that is finished."""
+    for name in args.only:
+        tuned(STUDY, args, name)
+        compared(STUDY, args, name)
+    runs = finished(STUDY, args.folder)
+    return {"histories": histories(runs, MEASURES)} | results(args.folder, runs)
+
+
+def longer(args: argparse.Namespace) -> dict[str, Any]:
+    """Train one connection on at its tuned rate, with each variant, and return the numbers."""
+    settings = yaml.safe_load(tuned(STUDY, args, args.long).read_text())
+    steps, rate = LENGTH * settings["num_steps"], settings["optimizer"]["learning_rate"]
+    args.folder = args.folder / "long" / args.long
+    some = replace(STUDY, methods=dict.fromkeys(VARIANTS, STUDY.methods[args.long]))
+    for name, variant in VARIANTS.items():
+        recipe = STUDY.settings.get(args.long, {}).get("recipe", {}) | variant
+        more = {"recipe": recipe} if recipe else {}
+        place, evaluation = args.folder / f"{name}.yaml", evaluated(args, steps)
+        evaluation["every"] = max(1, evaluation["every"] // 2)
+        overlay(place, steps, rate, evaluation, more)
+        compared(some, args, name)
+    runs = finished(some, args.folder)
+    return {"connection": args.long, "histories": histories(runs, MEASURES)}
+
+
+def ends(content: Mapping[str, Any], measure: str, point: int) -> dict[str, list[float]]:
+    """Return a measure of every seed at its first (0) or last (-1) evaluation, by method."""
+    return {
+        name: [run["points"][point][measure] for run in runs]
+        for name, runs in content["histories"].items()
+    }
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """Tabulate strict of each seed, and all measures before and after."""
+    shown = ["learned", "diversity", "sharpness"]
+    lines = [
+        "| connection | rate | strict after, each seed | gain | learned reward | diversity | "
+        "sharpness | evaluations, calls, seconds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    before = {measure: ends(content, measure, 0) for measure in MEASURES}
+    after = {measure: ends(content, measure, -1) for measure in MEASURES}
+    for name, runs in content["histories"].items():
+        each = " / ".join(f"{value:.3f}" for value in after["strict"][name])
+        pairs = zip(before["strict"][name], after["strict"][name], strict=True)
+        cells = [each, with_std(seed_statistics([new - old for old, new in pairs]))]
+        for measure in shown:
+            digits = 4 if measure == "sharpness" else 2
+            first = seed_statistics(before[measure][name]).mean
+            last = seed_statistics(after[measure][name]).mean
+            cells.append(f"{first:.{digits}f} -> {last:.{digits}f}")
+        last_points = [run["points"][-1] for run in runs]
+        costs = [
+            sum(point[cost] for point in last_points) / len(last_points)
+            for cost in ("evaluations", "reward_calls", "seconds")
+        ]
+        cells.append(", ".join(f"{cost:,.0f}" for cost in costs))
+        tried = content.get("tuning", {}).get(name, {})
+        rate = max(tried, key=tried.__getitem__) if tried else "-"
+        lines.append(f"| {name} | {rate} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def figure(content: dict[str, Any], place: Path) -> None:
+    """Draw strict against evaluations, and what learned reward, diversity and sharpness became."""
+    fig, panels = plt.subplots(1, 4, figsize=(17, 4.8), dpi=100, layout="constrained")
+    draw(panels[0], compare(content["metric"], methods_of(content)), "network_evaluations")
+    for panel, measure in zip(panels[1:], ("learned", "diversity", "sharpness"), strict=True):
+        before = next(iter(ends(content, measure, 0).values()))[0]
+        label = "learned reward" if measure == "learned" else measure
+        dots(panel, ends(content, measure, -1), before, label)
+    polished(fig, panels)
+    fig.savefig(place)
+
+
+def long_figure(content: dict[str, Any], place: Path) -> None:
+    """Draw all measures of each variant against evaluations: thin every seed, thick their mean."""
+    fig, panels = plt.subplots(1, 4, figsize=(17, 4.4), dpi=100, layout="constrained")
+    for panel, measure in zip(panels, MEASURES, strict=True):
+        for i, (name, runs) in enumerate(content["histories"].items()):
+            costs = [[point["evaluations"] for point in run["points"]] for run in runs]
+            values = [[point[measure] for point in run["points"]] for run in runs]
+            for cost, value in zip(costs, values, strict=True):
+                panel.plot(cost, value, color=look(i)[0], lw=0.7, alpha=0.5)
+            means = [sum(some) / len(some) for some in zip(*values, strict=True)]
+            panel.plot(costs[0], means, color=look(i)[0], lw=2, label=name)
+        label = "learned reward" if measure == "learned" else measure
+        panel.set(xlabel="network evaluations", ylabel=f"held-out {label}")
+    polished(fig, panels)
+    fig.savefig(place)
+
+
+def main() -> None:
+    """Run, draw and tabulate."""
+    parser = options(__doc__.splitlines()[0], STUDY)
+    parser.add_argument("--long", choices=STUDY.methods, help="train this connection on")
+    args = parser.parse_args()
+    name, make, drawn = "connections", study, figure
+    if args.long:
+        name, make, drawn = "connections_long", longer, long_figure
+    content = kept(args.to / f"{name}.json", (lambda: make(args)) if args.folder else None)
+    drawn(content, args.to / f"{name}.png")
+    print(table(content))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

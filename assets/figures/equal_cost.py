@@ -1,0 +1,225 @@
+"""Tune methods alike, train each with several seeds at equal cost, and read what became of them.
+
+Scripts of comparisons on the embedded model share this. Every method has the same small tuning:
+each rate for half of the budget, judged on training prompts, with a seed that is not compared. Its
+best rate is then trained with every seed for about the budget of network evaluations, and judged
+on held-out prompts. Rates are held constant.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from flowalign.reports.comparison import Comparison, Method, compare
+from flowalign.reports.comparison_chart import look
+from flowalign.reports.comparison_page import write_comparison
+from flowalign.runs.compare import Request, Single, curve, held_out, read
+from flowalign.utils.tracking import read_metrics
+
+HERE = Path(__file__).parent
+IMAGES, EVALUATIONS = 512, 5
+"""Images of an evaluation, and evaluations after the first."""
+TUNING_SEED = 100
+TRAIN = "assets/shapes/prompts/train.txt"
+HELD_OUT = {name: f"assets/shapes/prompts/{name}.txt" for name in ("seen", "unseen")}
+
+
+def measured_steps(files: Sequence[str], place: Path, budget: int) -> int:
+    """Return the steps of a budget, from the costs of three steps that are made in a folder."""
+    trained(place / "steps", [*files, overlay(place / "steps.yaml", 3, 1e-3, None)])
+    spent = [row["cost/network_evaluations"] for row in read_metrics(place / "steps")]
+    # The first steps are also checked, which takes further evaluations.
+    return max(2, 2 + round((budget - spent[1]) / (spent[2] - spent[1])))
+
+
+@dataclass(frozen=True)
+class Study:
+    """Holds what is compared."""
+
+    name: str
+    """Stem of the files beside the scripts."""
+    methods: Mapping[str, Sequence[str]]
+    """Run files of each method, composed from left to right."""
+    budget: int
+    """Network evaluations of a run."""
+    rates: tuple[float, ...]
+    """Learning rates that every method is tuned over."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Settings of methods that no file has."""
+    steps: Callable[[Sequence[str], Path, int], int] = measured_steps
+    """Returns the steps of a budget, from run files and a folder for trials."""
+
+
+def run(*argv: str) -> None:
+    """Run a command of flowalign."""
+    subprocess.run([sys.executable, "-m", "flowalign", *argv], check=True)
+
+
+def trained(folder: Path, files: Sequence[str]) -> dict[str, Any]:
+    """Train what is not finished in the folder yet, and return its summary."""
+    summary = folder / "summary.json"
+    if not summary.exists() or json.loads(summary.read_text())["status"] != "finished":
+        begun = any((folder / "checkpoints").glob("step-*"))
+        option = "--resume" if begun else "--overwrite"
+        run("train", *files, "--output_dir", str(folder), option)
+    return json.loads(summary.read_text())
+
+
+def overlay(
+    place: Path,
+    steps: int,
+    rate: float,
+    evaluation: dict[str, Any] | None,
+    more: Mapping[str, Any] | None = None,
+) -> str:
+    """Write what a run of a method sets, and return the path."""
+    settings = {
+        "num_steps": steps,
+        "optimizer": {"learning_rate": rate, "decay": "constant"},
+        "evaluation": evaluation,
+        **(more or {}),
+    }
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(yaml.safe_dump(settings))
+    return str(place)
+
+
+def evaluated(args: argparse.Namespace, steps: int) -> dict[str, Any]:
+    """Return how a run that is compared is evaluated."""
+    return {"prompts": HELD_OUT, "num_prompts": args.images, "every": -(-steps // EVALUATIONS)}
+
+
+def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
+    """Try all rates of a method, and return the overlay with the best one."""
+    chosen = args.folder / f"{name}.yaml"
+    if chosen.exists():
+        return chosen
+    place, more = args.folder / "tuning" / name, study.settings.get(name, {})
+    place.mkdir(parents=True, exist_ok=True)
+    own = place / "settings.yaml"
+    own.write_text(yaml.safe_dump(dict(more)))
+    files = [*study.methods[name], *([str(own)] if more else [])]
+    steps = study.steps(files, place, args.budget)
+    # Mappings of run files merge, so the splits keep their names.
+    prompts = dict.fromkeys(HELD_OUT, TRAIN)
+    found = {}
+    for rate in study.rates:
+        evaluation = {"prompts": prompts, "num_prompts": args.images}
+        last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
+        options = [*files, last, "--seed", str(TUNING_SEED)]
+        found[rate] = trained(place / f"{rate:g}", options)["after"]["strict"]
+    (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
+    best = max(found, key=found.__getitem__)
+    overlay(chosen, steps, best, evaluated(args, steps), more)
+    return chosen
+
+
+def compared(study: Study, args: argparse.Namespace, name: str) -> None:
+    """Train a method whose overlay is in the folder with every seed."""
+    files = "+".join([*study.methods[name], str(args.folder / f"{name}.yaml")])
+    seeds = [str(seed) for seed in args.seeds]
+    run("compare", files, "--seeds", *seeds, "--out", str(args.folder), "--jobs", str(args.jobs))
+
+
+def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
+    """Return the finished runs of each method, in the order of seeds."""
+    known = [name for name in study.methods if (folder / f"{name}.yaml").exists()]
+    configs = [[*study.methods[name], str(folder / f"{name}.yaml")] for name in known]
+    found = {}
+    for entry in read(Request(configs, [], [0], folder)):
+        places = (folder / entry.name).glob("seed*/summary.json")
+        done = [p.parent for p in places if json.loads(p.read_text())["status"] == "finished"]
+        runs = [Single(entry, int(p.name.removeprefix("seed")), p, "keep") for p in done]
+        if runs:
+            found[entry.name] = sorted(runs, key=lambda one: one.seed)
+    return found
+
+
+def comparison(runs: Mapping[str, Sequence[Single]]) -> Comparison:
+    """Compare finished runs."""
+    methods = [
+        Method(name, tuple(curve(one, "strict") for one in some)) for name, some in runs.items()
+    ]
+    return compare("strict", methods)
+
+
+def histories(
+    runs: Mapping[str, Sequence[Single]], measures: Mapping[str, Sequence[str]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the evaluations of every run: costs, and measures, each a mean of metrics."""
+
+    def row(metrics: Mapping[str, Any]) -> dict[str, float]:
+        costs = {"evaluations": metrics["cost/network_evaluations"]}
+        costs |= {"reward_calls": metrics["cost/reward_calls"], "seconds": metrics["cost/seconds"]}
+        means = {
+            measure: sum(held_out(metrics, name) for name in names) / len(names)
+            for measure, names in measures.items()
+        }
+        return costs | means
+
+    def history(one: Single) -> dict[str, Any]:
+        rows = {m["evaluated_after"]: m for m in read_metrics(one.folder) if "evaluated_after" in m}
+        return {"seed": one.seed, "points": [row(rows[step]) for step in sorted(rows)]}
+
+    return {name: [history(one) for one in some] for name, some in runs.items()}
+
+
+def results(folder: Path, runs: Mapping[str, Sequence[Single]]) -> dict[str, Any]:
+    """Write `compare.*` of finished runs into their folder, and return its numbers."""
+    write_comparison(folder, comparison(runs))
+    content = json.loads((folder / "compare.json").read_text())
+    tuning = sorted((folder / "tuning").glob("*/found.json"))
+    return {"tuning": {p.parent.name: json.loads(p.read_text()) for p in tuning}} | content
+
+
+def dots(
+    panel: Any, values: Mapping[str, Sequence[float]], before: float | None, label: str
+) -> None:
+    """Draw a value of each seed and their mean, a row for each method; dashed: before training."""
+    if before is not None:
+        panel.axvline(before, color="#888888", lw=1, ls="--")
+    for i, some in enumerate(values.values()):
+        panel.plot(some, [-i] * len(some), "o", ms=5, color=look(i)[0], alpha=0.7)
+        panel.plot([sum(some) / len(some)] * 2, [-i - 0.3, -i + 0.3], color=look(i)[0], lw=2)
+    panel.set_yticks([-i for i in range(len(values))], list(values))
+    panel.set(xlabel=f"{label} after training (dashed: before)")
+
+
+def polished(fig: Any, panels: Any) -> None:
+    """Give all panels a grid, and the figure one legend below."""
+    for panel in panels:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, handlelength=3)
+
+
+def options(description: str, study: Study) -> argparse.ArgumentParser:
+    """Return the options that scripts of comparisons have."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("folder", nargs="?", type=Path, help="folder of the runs")
+    names = list(study.methods)
+    parser.add_argument("--only", nargs="+", choices=names, default=names)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--budget", type=int, default=study.budget, help="network evaluations of a run"
+    )
+    parser.add_argument("--images", type=int, default=IMAGES, help="images of an evaluation")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--to", type=Path, default=HERE, help="folder of the figure")
+    return parser
+
+
+def kept(place: Path, make: Callable[[], dict[str, Any]] | None) -> dict[str, Any]:
+    """Write the numbers that are made, if any are, and return those in the file."""
+    if make:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(json.dumps(make(), indent=1) + "\n")
+    return json.loads(place.read_text())
