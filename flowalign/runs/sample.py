@@ -73,7 +73,9 @@ class Job:
     def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
         """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
         policy, at_once = self.run.policy, 1 if self.fps else DECODED_AT_ONCE
-        latents = generate(policy, requests, self.num_steps, generators, self.micro_batch)
+        guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
+        settings = self.num_steps, generators, self.micro_batch, guidance
+        latents = generate(policy, requests, *settings)
         return torch.cat([policy.decode(x).cpu() for x in latents.split(at_once)])
 
 
