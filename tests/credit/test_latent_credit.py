@@ -47,6 +47,8 @@ def test_a_step_earns_what_it_adds_to_the_latent_reward():
     wanted = torch.stack([v[1] - v[0], v[2] - v[1], v[3] - v[2]], 1)
     assert_close(credit.value[:, :3, 0], wanted)
     assert credit.mask.tolist() == [[True, True, True, False]] * 12
+    # 12 samples, 4 states, a quarter of an evaluation each; the rollout is not counted here
+    assert values.rewards.costs.network_evaluations == 12
     assert values.rewards.costs.decodes == values.rewards.costs.reward_calls == 0
 
 

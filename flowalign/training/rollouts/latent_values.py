@@ -28,10 +28,12 @@ def latent_scores(
     rows = trajectory.rows.unique_rows(k)
     asked = (rows // trajectory.group_size).to(trajectory.device)
     states = trajectory.unique_states(k).split(micro_batch)
-    parts = [
-        reward.score(x, trajectory.sigmas[k], take(trajectory.cond, row)).float().cpu()
-        for x, row in zip(states, asked.split(micro_batch), strict=True)
-    ]
+    with rewards.costs.paused():  # which would count evaluations that stop early as whole ones
+        parts = [
+            reward.score(x, trajectory.sigmas[k], take(trajectory.cond, row)).float().cpu()
+            for x, row in zip(states, asked.split(micro_batch), strict=True)
+        ]
+    rewards.costs.sampling_evaluations += round(reward.evaluation_share * len(rows))
     found = torch.cat(parts)
     table = torch.full((len(found), len(rewards.dims)), torch.nan)
     for column, dim in enumerate(rewards.dims):
