@@ -40,7 +40,7 @@ class TrainedLatentReward(LatentReward):
         if self.features is not None:
             return
         given = self.config["backbone"]["init_args"]
-        features = BlockFeatures(policy, given["blocks"], given["regions"])
+        features = BlockFeatures(policy, given["blocks"], given.get("regions"))
         wanted, found = self.config["noise"]["weights_fingerprint"], features.fingerprint()
         if wanted != found:
             raise ValueError(
@@ -48,9 +48,11 @@ class TrainedLatentReward(LatentReward):
                 f"{type(policy).__name__} have {found}"
             )
         tensors = read_tensors(find_file(self.path, "model.safetensors"))
-        sizes = [width_of(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")]
-        dims = self.config["dims"]
-        rater = Rater(built_head(self.config, self.path).build(*sizes, dims), *sizes, len(dims))
+        joint, prompt = (
+            width_of(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
+        )
+        head = built_head(self.config, self.path).build(joint, prompt, self.config["dims"])
+        rater = Rater(head, joint, prompt, len(self.dims))
         values = {name.removeprefix("rater."): value for name, value in tensors.items()}
         load_exactly(rater, values, self.path)
         device = next(policy.denoiser.parameters()).device

@@ -56,5 +56,9 @@ def pooled_regions(
     Regions overlap where their number does not divide the grid's.
     """
     places = tokens.transpose(1, 2).unflatten(2, tuple(grid))
-    pool = adaptive_avg_pool2d if len(grid) == 2 else adaptive_avg_pool3d
-    return pool(places, tuple(regions)).flatten(2).transpose(1, 2)
+    *frames, rows, columns = regions
+    if frames:
+        means = adaptive_avg_pool3d(places, (frames[0], rows, columns))
+    else:
+        means = adaptive_avg_pool2d(places, (rows, columns))
+    return means.flatten(2).transpose(1, 2)
