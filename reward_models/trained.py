@@ -39,14 +39,8 @@ class TrainedReward(NetworkReward):
         prefix: str = "",
     ):
         described = find_file(path, "config.json")
-        self.config = _config(described)
+        self.config = read_config(described, trusted)
         self.weights, self.z_score = find_file(path, "model.safetensors"), units == "z-score"
-        foreign = [c for c in _class_paths(self.config) if c.split(".")[0] not in trusted]
-        if foreign:
-            raise ValueError(
-                f"{path} asks for {foreign[0]}, which is not of {', '.join(trusted)}; "
-                "add its package to `trusted` if you know it"
-            )
         self.path, dims = path, tuple(f"{prefix}{dim}" for dim in self.config["dims"])
         hashed = hashlib.sha256(described.read_bytes() + self.weights.read_bytes()).hexdigest()
         spec = RewardSpec(
@@ -78,7 +72,7 @@ class TrainedReward(NetworkReward):
             )
         tensors = read_tensors(self.weights)
         joint, prompt = (
-            _length(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
+            width_of(tensors, f"rater.{n}.mean", self.path) for n in ("joint", "prompt")
         )
         dims = self.config["dims"]
         self.rater = Rater(head.build(joint, prompt, dims), joint, prompt, len(dims))
@@ -104,6 +98,29 @@ def _needs(config: Mapping[str, Any]) -> tuple[Need, ...]:
     """Return what samples must have; folders written before there were sources name none."""
     prompt: tuple[Need, ...] = ("prompt",) if config["needs_prompt"] else ()
     return (*prompt, "references") if config.get("needs_references") else prompt
+
+
+def read_config(path: Path, trusted: Sequence[str], noisy: bool = False) -> dict[str, Any]:
+    """Read the description of a trained reward, of finished media or of noisy latents.
+
+    Raises:
+        ValueError: It is damaged, of the other kind, or names classes that are not trusted.
+    """
+    config = _config(path)
+    if noisy != ("noise" in config):
+        other = "latent.TrainedLatentReward" if "noise" in config else "trained.TrainedReward"
+        raise ValueError(
+            f"{path.parent} scores {'finished media' if noisy else 'noisy latents'}: it is read by "
+            f"reward_models.{other}"
+        )
+    named = {"head": config["head"]} if noisy else config
+    foreign = [c for c in _class_paths(named) if c.split(".")[0] not in trusted]
+    if foreign:
+        raise ValueError(
+            f"{path.parent} asks for {foreign[0]}, which is not of {', '.join(trusted)}; "
+            "add its package to `trusted` if you know it"
+        )
+    return config
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -145,19 +162,33 @@ def _class_paths(value: Any) -> Iterator[str]:
 
 
 def _built(config: Mapping[str, Any], path: str) -> tuple[Backbone, Head]:
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--backbone", type=Backbone, required=True)
-    parser.add_argument("--head", type=Head, required=True)
-    try:
-        given = {name: config[name] for name in ("backbone", "head")}
-        built = parser.instantiate_classes(parser.parse_object(given))
-    except (ArgumentError, ValueError, TypeError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
+    built = _instances({"backbone": (Backbone, config["backbone"]), **_head(config)}, path)
     return built["backbone"], built["head"]
 
 
-def _length(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
+def built_head(config: Mapping[str, Any], path: str) -> Head:
+    """Build the head alone that a description names; raise ValueError if it cannot be."""
+    return _instances(_head(config), path)["head"]
+
+
+def _head(config: Mapping[str, Any]) -> dict[str, tuple[type, Any]]:
+    return {"head": (Head, config["head"])}
+
+
+def _instances(parts: Mapping[str, tuple[type, Any]], path: str) -> dict[str, Any]:
+    parser = ArgumentParser(exit_on_error=False)
+    for name, (kind, _) in parts.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
+    try:
+        given = {name: value for name, (_, value) in parts.items()}
+        return vars(parser.instantiate_classes(parser.parse_object(given)))
+    except (ArgumentError, ValueError, TypeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ValueError("\n".join([f"{path} cannot be built:", *lines[-3:]])) from error
+
+
+def width_of(tensors: Mapping[str, Tensor], key: str, path: str) -> int:
+    """Return the length of a saved vector; raise ValueError if there is none of that name."""
     if key not in tensors:
         raise ValueError(f"{path} lacks {key}")
     return len(tensors[key])

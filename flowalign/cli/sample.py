@@ -110,8 +110,11 @@ def _job(args: argparse.Namespace) -> "Job":
             f"{' '.join(args.config)} does not say how many steps to take: give --num_steps"
         )
     seed = run_file.seed if args.seed is None else args.seed
+    resolved = yaml.safe_load(text)
+    guidance = (resolved["evaluation"] or {}).get("reward_guidance")
     settings = {
-        "policy": yaml.safe_load(text)["policy"],
+        "policy": resolved["policy"],
+        **({"reward_guidance": guidance} if guidance else {}),
         "weights": args.weights and os.path.realpath(args.weights),
         "weights_sha256": args.weights and hash_weights(Path(args.weights)),
         "prompts": _hashed(requests),

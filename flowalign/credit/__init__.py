@@ -11,6 +11,7 @@ from flowalign.credit.discounted import Discounted
 from flowalign.credit.gain import Gain, NextValue
 from flowalign.credit.granular import Granular
 from flowalign.credit.lambda_return import LambdaReturn
+from flowalign.credit.latent import LatentGain, ProcessOutcome
 from flowalign.credit.outcome import Outcome
 from flowalign.credit.redistribute import Redistribute
 from flowalign.credit.tree import LeafAdvantage
@@ -25,9 +26,11 @@ __all__ = [
     "Gain",
     "Granular",
     "LambdaReturn",
+    "LatentGain",
     "LeafAdvantage",
     "NextValue",
     "Outcome",
+    "ProcessOutcome",
     "Redistribute",
     "TurningPoint",
 ]

@@ -13,7 +13,8 @@ def card(config: Mapping[str, Any]) -> str:
     lines = [
         f"# {config['name']}",
         "",
-        f"A trained reward model of {config['modality']} media that needs {needs}. "
+        f"A trained reward model of {'noisy latents of ' if 'noise' in config else ''}"
+        f"{config['modality']} media that needs {needs}. "
         f"Licence: {config['licence']}.",
         "",
         *_section("Dimensions", *_dimensions(config)),
@@ -40,8 +41,9 @@ def card(config: Mapping[str, Any]) -> str:
             f"fingerprint {config['backbone_fingerprint']}",
             f"- head: `{json.dumps(config['head'])}`",
             f"- best epoch: {config['best_epoch']}",
+            *_noise(config.get("noise")),
         ),
-        *_section("Use", *_usage(config["dims"])),
+        *_section("Use", *_usage(config["dims"], "noise" in config)),
     ]
     return "\n".join(lines)
 
@@ -50,7 +52,24 @@ def _section(title: str, *lines: str) -> list[str]:
     return [f"## {title}", "", *lines, ""]
 
 
-def _usage(dims: Sequence[str]) -> list[str]:
+def _noise(noise: Mapping[str, Any] | None) -> list[str]:
+    if noise is None:
+        return []
+    return [
+        f"- noise levels: `{json.dumps(noise['times'])}`; the figures above are at such levels, "
+        "one for each record",
+        f"- a score costs {noise['evaluation_share']:.3g} of an evaluation of the denoiser",
+    ]
+
+
+def _usage(dims: Sequence[str], noisy: bool) -> list[str]:
+    if noisy:
+        return [
+            "```yaml",
+            "class_path: reward_models.latent.TrainedLatentReward",
+            "init_args: {path: PATH_OF_THIS_FOLDER}",
+            "```",
+        ]
     return [
         "```yaml",
         "rewards:",

@@ -42,6 +42,8 @@ class About:
     """Class path and arguments, as in a run file."""
     data: Mapping[str, Any]
     """Sources of the preferences, their fingerprint, and numbers of records."""
+    noise: Mapping[str, Any] | None = None
+    """Noise levels of a reward of noisy latents, and the blocks that it reads; None: no noise."""
 
 
 def save_state(path: Path, trainer: RewardTrainer, data: str) -> None:
@@ -122,6 +124,7 @@ def finish(folder: Path, trainer: RewardTrainer, about: About) -> dict[str, Any]
         "backbone": dict(about.backbone),
         "backbone_fingerprint": trainer.backbone.fingerprint,
         "head": dict(about.head),
+        **({"noise": dict(about.noise)} if about.noise else {}),
         "data": dict(about.data),
         "labels": {n: d.labels for n, d in trainer.dimensions.items()},
         "losses": {n: type(d.loss).__name__ for n, d in trainer.dimensions.items()},

@@ -15,10 +15,12 @@ from flowalign.reward_training.embeddings import Embeddings
 from flowalign.reward_training.folder import About, finish, restore_state, save_state
 from flowalign.reward_training.labels import Preferences, gather
 from flowalign.reward_training.losses import LabelKind
+from flowalign.reward_training.noising import NoisedSamples
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.training import RewardTrainer, drawing, frames_for
 from flowalign.training.learner import Optimizer
-from flowalign.types import Backbone, Head
+from flowalign.training.matching.times import Times
+from flowalign.types import Backbone, Head, NoisyBackbone
 from flowalign.utils.files import write_text
 from flowalign.utils.folders import Claim, clear, is_unused
 from flowalign.utils.ranges import Decay, PositiveInt, Range, Seed
@@ -58,6 +60,9 @@ class RewardRun:
     test: Decay = 0.1
     """Share of the prompts that decide nothing and are only reported; in [0, 1)."""
     modality: Literal["image", "video", "any"] = "any"
+    times: Times | None = None
+    """Noise levels of a reward of noisy latents, drawn for each record and update. Null: the
+    backbone reads finished samples."""
     schedule: Schedule = field(default_factory=Schedule)
     optimizer: Optimizer = field(default_factory=lambda: Optimizer(learning_rate=1e-3))
     embeddings: str | None = "runs/embeddings"
@@ -78,6 +83,15 @@ class RewardRun:
             raise ValueError(
                 f"held_out {self.held_out}, test {self.test}: need 0 < held_out, 0 <= test, "
                 "and their sum below 1"
+            )
+        if isinstance(self.backbone, NoisyBackbone) != (self.times is not None):
+            raise ValueError(
+                f"times is {self.times}, but the backbone {type(self.backbone).__name__} reads "
+                + (
+                    "noisy latents: set it, as to flowalign.training.matching.Uniform"
+                    if self.times is None
+                    else "finished samples: set it to null"
+                )
             )
         if not 0 <= self.max_failed_fraction < 1:
             raise ValueError(f"max_failed_fraction is {self.max_failed_fraction}, not in [0, 1)")
@@ -133,6 +147,8 @@ def _train(
         run.backbone.load()
     run.backbone.network.to(_device(run))
     features, preferences = embedded(run, preferences, log)
+    if isinstance(run.backbone, NoisyBackbone) and run.times:
+        features = NoisedSamples(run.backbone, features, preferences, run.times, run.seed)
     trainer = RewardTrainer(
         run.backbone,
         run.head,
@@ -208,7 +224,15 @@ def _about(run: RewardRun, config: str, preferences: Preferences, identity: str)
         "unlabelled": preferences.num_unlabelled,
         "invalid": len(preferences.problems),
     }
-    return About(run.name, run.licence, run.modality, resolved["backbone"], resolved["head"], data)
+    noise = None
+    if isinstance(run.backbone, NoisyBackbone):
+        noise = {
+            "times": resolved["times"],
+            "evaluation_share": run.backbone.evaluation_share,
+            "weights_fingerprint": run.backbone.weights_fingerprint,
+        }
+    parts = resolved["backbone"], resolved["head"]
+    return About(run.name, run.licence, run.modality, *parts, data, noise)
 
 
 def _check_folder(folder: Path, resume: bool, overwrite: bool) -> None:

@@ -14,6 +14,7 @@ from flowalign.media.media import Media
 from flowalign.reward_training.embeddings import Frames, Sample, embed_samples
 from flowalign.reward_training.figures import figures
 from flowalign.reward_training.labels import Part, Preferences
+from flowalign.reward_training.noising import NoisedSamples
 from flowalign.reward_training.recipe import Dimension, Schedule
 from flowalign.reward_training.ridge import first_stage
 from flowalign.training.learner import Optimizer, TrainingFailure
@@ -28,7 +29,7 @@ class RewardTrainer:
 
     Everything random is a function of the seed and of the update: a resumed training continues as
     if it had never stopped. `features` are those of `preferences.samples` under the loaded
-    backbone.
+    backbone; noised ones are drawn anew for each update, and assessed at draws that never change.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class RewardTrainer:
         head: Head,
         dimensions: Mapping[str, Dimension],
         preferences: Preferences,
-        features: Features,
+        features: Features | NoisedSamples,
         optimizer: Optimizer,
         schedule: Schedule,
         seed: int = 0,
@@ -45,7 +46,10 @@ class RewardTrainer:
         self.backbone, self.dimensions, self.preferences = backbone, dimensions, preferences
         self.cfg, self.schedule, self.seed = optimizer, schedule, seed
         self.device = next(backbone.network.parameters()).device
-        self.features = Features(features.joint.nan_to_num(), features.prompt.nan_to_num())
+        self.noised = None if isinstance(features, Features) else features
+        """What noises latents for each update; None if features are of finished samples."""
+        known = features if isinstance(features, Features) else features.held()
+        self.features = Features(known.joint.nan_to_num(), known.prompt.nan_to_num())
         self.tuned = any(p.requires_grad for p in backbone.network.parameters())
         """Whether the backbone has adapters, so that features change during training."""
         self.rater = self._rater(head)
@@ -182,6 +186,8 @@ class RewardTrainer:
         return Ratings(ratings.score[place], None if spread is None else spread[place])
 
     def _features(self, used: Int[Tensor, "k"]) -> Features:
+        if self.noised and self.rater.training:
+            return self.noised.drawn(used, self.update).to(self.device)
         if not self.tuned:
             return self.features.take(used).to(self.device)
         samples = [self.preferences.samples[i] for i in used.tolist()]

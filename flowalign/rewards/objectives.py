@@ -18,7 +18,7 @@ from flowalign.functional.combine import (
 )
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
-from flowalign.types import PastOutcomes, Request, Trajectory, ValueFunction
+from flowalign.types import LatentReward, PastOutcomes, Request, Trajectory, ValueFunction
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveFloat
 
 Pareto = Literal["off", "group", "batch"]
@@ -122,6 +122,10 @@ class TransformedValues(ValueFunction):
     def predicted(self, ks: Sequence[int]) -> Tensor:
         """Return the critic's predictions, which are of transformed rewards already."""
         return self.values.predicted(ks)
+
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
+        """Return the scores of a latent reward as they are: it has units of its own."""
+        return self.values.scored(ks, reward)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from flowalign.training.rollouts.advantages import (
     compute_advantages,
     compute_credit,
     gather_credit,
+    process_advantages,
 )
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import Policy, Trajectory
@@ -84,7 +85,8 @@ def credited(
     gathered = gather_credit(loop.comparison, values, compute_credit(recipe, values))
     loop.learn(values)
     advantage = compute_advantages(recipe, loop.comparison, gathered.credit)
-    return build_batch(recipe, learner.processes, values, gathered, advantage)
+    process = process_advantages(recipe, loop.comparison, gathered.credit)
+    return build_batch(recipe, learner.processes, values, gathered, advantage, process=process)
 
 
 def _bare(recipe: CreditedRollouts, policy: Policy, trajectory: Trajectory) -> None:

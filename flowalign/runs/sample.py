@@ -81,7 +81,8 @@ class Job:
         """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
         policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
         if not self.distillation:
-            return self.decoded(generate(policy, requests, steps, generators, size))
+            guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
+            return self.decoded(generate(policy, requests, steps, generators, size, guidance))
         score = self.distillation.score(self.decoded, self.fps)
         cfg = self.distillation.cfg
         return self.decoded(optimise(policy, score, requests, cfg, steps, generators, size))

@@ -4,6 +4,7 @@ from flowalign.sampling.branching import Branching, Chain, Comb, Layout, Tree
 from flowalign.sampling.calibration import Calibration
 from flowalign.sampling.completion import BatchedCompletion, complete
 from flowalign.sampling.frame_windows import FixedFrames, FrameWindow, RandomFrames
+from flowalign.sampling.guidance import Euphonium, FlowNRG, RewardGuidance
 from flowalign.sampling.kept import Storage
 from flowalign.sampling.rollout import concat_trajectories, empty_trajectory, generate, sample
 from flowalign.sampling.sde_windows import (
@@ -27,7 +28,9 @@ __all__ = [
     "Calibration",
     "Chain",
     "Comb",
+    "Euphonium",
     "Fixed",
+    "FlowNRG",
     "NoSteps",
     "FixedFrames",
     "FrameWindow",
@@ -36,6 +39,7 @@ __all__ = [
     "Random",
     "RandomFrames",
     "RandomSubset",
+    "RewardGuidance",
     "SDEWindow",
     "Sampling",
     "Sliding",

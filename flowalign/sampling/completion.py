@@ -11,6 +11,7 @@ from flowalign.functional.completion import Completion
 from flowalign.types import (
     Cond,
     CreditEstimator,
+    LatentReward,
     PastOutcomes,
     SharedRows,
     StepCredit,
@@ -129,6 +130,8 @@ class CreditRequirements:
     """Indices of the states whose outcomes the critic predicts."""
     history: int
     """Number of earlier steps of the loop whose outcomes the method compares with."""
+    scored: tuple[tuple[LatentReward, int], ...] = ()
+    """Rewards of noisy latents, and the states that each scores for the method."""
 
 
 def credit_requirements(
@@ -147,10 +150,11 @@ def credit_requirements(
     return CreditRequirements(
         credit,
         requested,
-        frozenset(states.read),
+        frozenset(states.read | {k for _, k in values.scores}),
         observed,
         frozenset(values.critic_read),
         values.history,
+        tuple(sorted(values.scores, key=lambda each: each[1])),
     )
 
 
@@ -162,6 +166,7 @@ class _RecordedValues(ValueFunction):
         self.requested: set[CompletionRequest] = set()
         self.history = 0
         self.critic_read: set[int] = set()
+        self.scores: set[tuple[LatentReward, int]] = set()
 
     def __call__(self, ks: Sequence[int], how: Completion | None = None) -> Tensor:
         end = self.empty.num_steps
@@ -176,6 +181,11 @@ class _RecordedValues(ValueFunction):
     def predicted(self, ks: Sequence[int]) -> Tensor:
         self._check("prediction", ks, self.empty.num_steps - 1)
         self.critic_read.update(ks)
+        return torch.zeros(len(self.empty.logp), len(ks), 1)
+
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
+        self._check("latent reward", ks, self.empty.num_steps)
+        self.scores.update((reward, k) for k in ks)
         return torch.zeros(len(self.empty.logp), len(ks), 1)
 
     def _check(self, what: str, ks: Sequence[int], last: int) -> None:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.solver import second_order_step, thinned_schedule
-from flowalign.functional.transition import log_density, sample_next, transition
+from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import frame_windows, shared_outside
+from flowalign.sampling.guidance import GuidedStep, RewardGuidance, pushes
 from flowalign.sampling.kept import Kept
 from flowalign.sampling.settings import Sampling
 from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
@@ -58,8 +59,10 @@ def sample(
         if isinstance(field, Observed):
             hidden[k] = field.take(len(distinct[1])).cpu()
         distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
+        pushed = _pushed(policy, cfg, trajectory, k, x)
         deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
         x = sample_next(distribution, noise.of(k)) if k in noisy else deterministic
+        x = x if pushed is None else x + pushed
         x = cfg.states.rounded(rows.share(x, k + 1))
         trajectory.logp[:, k] = log_density(cfg.kernel, x, distribution).where(eta > 0, 0.0)
         if keep.means and k in steps:
@@ -109,6 +112,19 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
     )
 
 
+def _pushed(
+    policy: Policy, cfg: Sampling, trajectory: Trajectory, k: int, x: Float[Tensor, "B *latent"]
+) -> Float[Tensor, "B *latent"] | None:
+    """Return what guidance adds after step k, computed once for each distinct state."""
+    guidance, rows = cfg.reward_guidance, trajectory.rows
+    if guidance is None or not guidance.active(trajectory.sigmas, k):
+        return None
+    step = GuidedStep(trajectory.sigmas, k, cfg.kernel, rows.select(trajectory.eta[:, k], k))
+    asked = (rows.unique_rows(k) // trajectory.group_size).to(x.device)
+    states = rows.select(x, k), step, trajectory.cond, asked
+    return rows.expand(pushes(guidance, policy, *states, cfg.micro_batch), k)
+
+
 def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
     """Concatenate the rows of all parts by key, and remove them from the parts."""
     held = [part for part in parts if isinstance(part, dict)]
@@ -123,15 +139,23 @@ def generate(
     num_steps: int,
     generators: Sequence[torch.Generator],
     micro_batch: int,
+    guidance: RewardGuidance | None = None,
 ) -> Float[Tensor, "n *latent"]:
-    """Sample one clean latent per request, as the model's own pipeline does: deterministically."""
+    """Sample one clean latent per request, as the model's own pipeline does: deterministically.
+
+    `guidance` pushes the steps up the gradient of a reward.
+    """
     x = torch.cat([policy.noise(1, generator) for generator in generators])
     cond, row = encode_once(policy, requests)
     row = row.to(x.device)
     sigmas = policy.schedule(num_steps)
     for k in range(num_steps):
         v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
-        x = x + (sigmas[k + 1] - sigmas[k]) * v
+        following = x + (sigmas[k + 1] - sigmas[k]) * v
+        if guidance and guidance.active(sigmas, k):
+            step = GuidedStep(sigmas, k, FlowSDE(), x.new_zeros(len(x)))
+            following = following + pushes(guidance, policy, x, step, cond, row, micro_batch)
+        x = following
     return x
 
 

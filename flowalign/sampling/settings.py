@@ -12,6 +12,7 @@ from flowalign.functional.completion import Completion
 from flowalign.functional.transition import FlowSDE, Kernel
 from flowalign.sampling.branching import Branching, Chain, Layout, layout
 from flowalign.sampling.frame_windows import FrameWindow
+from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.kept import Storage
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
 from flowalign.utils.ranges import (
@@ -60,6 +61,9 @@ class Sampling:
     E-GRPO: 2.2. Null: no step is merged."""
     frame_window: FrameWindow | None = None
     """Latent frames of a video in which the samples of a prompt differ. Null: all of them."""
+    reward_guidance: RewardGuidance | None = None
+    """Push of the states up the gradient of a reward of noisy latents, such as `Euphonium`.
+    Log-probabilities stay those of the policy without it. Null: none."""
     states: Storage = field(default_factory=Storage)
     """Device and precision of the states that are kept for training."""
     micro_batch: PositiveInt = 64
@@ -72,6 +76,11 @@ class Sampling:
             raise ValueError(
                 f"sampling.eta has {len(self.eta)} levels for {self.num_steps} steps; "
                 "give one number, or one for each step"
+            )
+        if self.frame_window is not None and self.reward_guidance is not None:
+            raise ValueError(
+                "sampling.reward_guidance pushes all frames, but frame_window "
+                f"{type(self.frame_window).__name__} shares some: set one of them to null"
             )
         self._check_untrained_steps()
 

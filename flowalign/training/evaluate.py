@@ -18,6 +18,7 @@ from flowalign.media.encode import write_clip
 from flowalign.media.image_grid import write_grid, write_picture
 from flowalign.media.thumbnails import LONGEST, MOST_FRAMES, reduced, thinned
 from flowalign.rewards.composite import Rewards
+from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.rollout import generate
 from flowalign.training.sample_bounds import SampleBounds
 from flowalign.types import Policy, Request, prompts_of
@@ -47,6 +48,9 @@ class Evaluation:
     """Seed of the initial noises, independent of the run's."""
     micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call."""
+    reward_guidance: RewardGuidance | None = None
+    """Push of the sampler up the gradient of a reward of noisy latents, such as
+    `flowalign.sampling.FlowNRG`; `flowalign sample` has it, too. Null: none."""
     grid: PositiveInt = 24
     """Number of samples in the grid that is written with each evaluation."""
     bounds: SampleBounds | None = field(default_factory=SampleBounds)
@@ -131,6 +135,7 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
         cfg.num_steps,
         [generator(cfg.seed, "evaluation", i) for i in local],
         cfg.micro_batch,
+        cfg.reward_guidance,
     )
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)

@@ -1,15 +1,13 @@
 """Provide the velocity fields that a policy is compared with: itself before training, or others."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowalign.training.ema import EMA
 from flowalign.types import Cond, Policy, Request, VelocityField
+from flowalign.utils.adapters import adapters_of, adapters_off
 
 
 class AdapterOff(VelocityField):
@@ -148,23 +146,4 @@ def _without_guidance(policy: Policy) -> Policy:
 
 def reference_for(policy: Policy) -> VelocityField:
     """Return the model without its adapter, else a frozen copy. Call it before the first update."""
-    return AdapterOff(policy) if _adapters(policy.denoiser) else FrozenCopy(policy)
-
-
-@contextmanager
-def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the base model of a peft-adapted module inside the context."""
-    adapters = _adapters(module)
-    for layer in adapters:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in adapters:
-            layer.enable_adapters(True)
-
-
-def _adapters(module: nn.Module) -> list[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer  # brings transformers along
-
-    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+    return AdapterOff(policy) if adapters_of(policy.denoiser) else FrozenCopy(policy)

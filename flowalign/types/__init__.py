@@ -14,6 +14,7 @@ and `sigma` always a time.
 
 from flowalign.types.connection import Connected, Connection, Replay
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
+from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
     Examples,
@@ -90,6 +91,7 @@ __all__ = [
     "Head",
     "HeadNetwork",
     "Label",
+    "LatentReward",
     "Loadable",
     "LossContext",
     "MatchingLoss",
@@ -97,6 +99,7 @@ __all__ = [
     "Minibatch",
     "ModelPlan",
     "Need",
+    "NoisyBackbone",
     "PastOutcomes",
     "Exportable",
     "ExportDtype",

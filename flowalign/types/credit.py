@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from flowalign.functional.completion import Completion
+from flowalign.types.latent_reward import LatentReward
 from flowalign.types.trajectory import Trajectory
 
 
@@ -25,6 +26,8 @@ class StepCredit:
     """True where a transition is trained."""
     normalised: bool = False
     """True where the values are advantages already; the recipe then needs advantage_scale given."""
+    process: Float[Tensor, "B T R"] | None = None
+    """Process reward of each transition, which is compared and clipped apart from `value`."""
     marked: Bool[Tensor, "B T"] | None = None
     """True where the method singles a transition out, such as a turning point; only charts use
     it."""
@@ -62,6 +65,13 @@ class ValueFunction(ABC):
 
         The critic has seen earlier steps of the loop only, and predicts differences within prompts:
         the mean of a prompt's samples is 0. The last state has an outcome and no prediction.
+        """
+
+    @abstractmethod
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Float[Tensor, "B K R"]:
+        """Return what a reward of noisy latents says of states ks, which nothing completes.
+
+        Columns are the run's reward dimensions; NaN where the latent reward has none of that name.
         """
 
 

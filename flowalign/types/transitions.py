@@ -56,6 +56,8 @@ class Minibatch:
     """Log-ratios and size of each transition's chunk, for losses that declare chunks."""
     source: Int[Tensor, "n"] | None = None
     """Equal numbers for transitions that leave one state, on the CPU; None if all states differ."""
+    process: Float[Tensor, "n"] | None = None
+    """Advantage of each transition's process reward, clipped apart; None if credit has none."""
     best: BestTransition | None = None
     """Transitions of the best samples, for losses that declare `needs_best`."""
     after: tuple["Minibatch", ...] = ()

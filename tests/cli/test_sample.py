@@ -405,6 +405,26 @@ def test_steps_and_batches_are_those_of_the_evaluation_where_there_is_one(sample
     assert json.loads((tmp_path / "out" / "sample.json").read_text())["num_steps"] == 7
 
 
+def test_pictures_are_guided_as_the_evaluation_is_and_the_manifest_says_so(sample, tmp_path):
+    def guided(scale: float) -> str:
+        reward = "{class_path: tests.fixtures.latent.LatentRedness}"
+        given = f"{{reward: {reward}, weights: {{redness: 1.0}}, scale: {scale}}}"
+        guidance = f"{{class_path: flowalign.sampling.FlowNRG, init_args: {given}}}"
+        prompts = f"{{here: {tmp_path / 'prompts.txt'}}}"
+        return f"evaluation={{prompts: {prompts}, num_steps: 4, reward_guidance: {guidance}}}"
+
+    for name, options in {"plain": [], "off": [guided(0.0)], "on": [guided(5.0)]}.items():
+        sample("--out", tmp_path / name, "--limit", 2, "--count", 2, *options)
+    for number in ("000000-00", "000001-01"):
+        plain, off, on = (pixels(tmp_path / n, number) for n in ("plain", "off", "on"))
+        assert np.array_equal(off, plain)
+        assert on[..., 0].mean() > plain[..., 0].mean()  # redder
+    manifest = json.loads((tmp_path / "on" / "sample.json").read_text())
+    assert "scale: 5.0" in str(manifest).replace("'", "")
+    with pytest.raises(ConfigError, match="reward_guidance differ"):
+        sample("--out", tmp_path / "on", "--limit", 2, "--count", 2, guided(0.0))
+
+
 def test_a_run_file_that_says_no_number_of_steps_needs_one(sample, tmp_path):
     pairs = painted(tmp_path, 2)
     (tmp_path / "run.yaml").write_text(WITHOUT_SAMPLING.replace("PAIRS", pairs))

@@ -261,6 +261,9 @@ class ByStride(ValueFunction):
     def past(self, num_steps):
         return None
 
+    def scored(self, ks, reward):
+        raise AssertionError("these values know no latent reward")
+
     def predicted(self, ks):
         raise NotImplementedError
 

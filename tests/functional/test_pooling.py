@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from flowalign.functional.pooling import pooled, soft_min
+from flowalign.functional.pooling import pooled, pooled_regions, soft_min, token_grid
 
 SCORES = torch.tensor([[[0.3, -2.0], [1.7, 5.0], [0.9, -2.5]], [[4.0, 0.0], [4.0, 1.0], [4.0, 8]]])
 
@@ -54,3 +54,23 @@ def test_pooling_is_over_frames_and_a_missing_score_stays_one(over):
     broken = SCORES.clone()
     broken[0, 1, 1] = math.nan
     assert pooled(broken, over, t).isnan().tolist() == [[False, True], [False, False]]
+
+
+def test_tokens_lie_in_a_grid_over_the_places_of_a_latent():
+    assert token_grid(16, (8, 8)) == (4, 4)
+    assert token_grid(12, (6, 8)) == (3, 4)
+    assert token_grid(3 * 8, (3, 4, 8)) == (3, 2, 4)
+    assert token_grid(32, (4, 8)) == (4, 8)
+
+
+def test_tokens_that_are_no_grid_are_refused():
+    with pytest.raises(ValueError, match=r"15 tokens are no grid over latents of \(8, 8\) places"):
+        token_grid(15, (8, 8))
+
+
+def test_regions_have_the_means_of_their_tokens():
+    tokens = torch.tensor([[[1.0, 10.0], [2.0, 0.0], [3.0, 5.0], [5.0, 1.0], [0.0, 2.0], [4, 0]]])
+    halves = pooled_regions(tokens, (2, 3), (2, 1))  # rows of three tokens
+    assert halves.tolist() == [[[2.0, 5.0], [3.0, 1.0]]]
+    clip = pooled_regions(tokens, (3, 1, 2), (1, 1, 2))  # columns, over three frames
+    assert_close(clip, torch.tensor([[[4 / 3, 17 / 3], [11 / 3, 1 / 3]]]))

@@ -68,6 +68,9 @@ NEW = [
     ["configs/shapes_edit_cogni.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
     ["configs/shapes_draft.yaml"],
+    ["configs/shapes_flow_nrg.yaml"],
+    ["configs/credit/shapes/latent_gain.yaml"],
+    ["configs/credit/shapes/euphonium.yaml"],
     *(
         ["configs/reward_gradient/sd35_medium.yaml", f"configs/methods/{method}.yaml"]
         for method in ("refl", "draft_lv", "drtune", "leap_align", "flowbp_sparse")

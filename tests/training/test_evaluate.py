@@ -1,6 +1,7 @@
 """What an evaluation leaves behind beside its means, and what the train verb notes of a run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ import yaml
 from flowalign.cli.main import main
 from flowalign.distributed.processes import ALONE
 from flowalign.reports import run_report
+from flowalign.sampling.guidance import FlowNRG
 from flowalign.training.evaluate import Evaluation, evaluate, save_grid
 from flowalign.types import prompts_of
 from tests.fixtures.fake_run import BLANK
+from tests.fixtures.latent import LatentRedness
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import new_rewards
 
@@ -39,6 +42,15 @@ def test_the_scores_of_all_samples_are_those_of_the_means_and_of_the_pictures(cf
     assert [rows[i]["prompt"] for i in content["shown"]] == prompts_of(found.grid_requests)
     reds = new_rewards().models[0].score(new_rewards().batch(found.grid, found.grid_requests))
     assert torch.allclose(scores[content["shown"]], reds.values[:, 0], atol=1e-6)
+
+
+def test_an_evaluation_is_guided_by_its_latent_reward(cfg):
+    guidance = FlowNRG(reward=LatentRedness(), weights={"redness": 1.0}, scale=4.0)
+    plain, guided = (
+        evaluate(PixelPolicy(), new_rewards(), each, ALONE).metrics["eval/redness"]
+        for each in (cfg, replace(cfg, reward_guidance=guidance))
+    )
+    assert guided > plain + 0.1
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ Source: Flow-GRPO, arXiv:2505.05470v5; the ratio averages the log-probability ov
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -92,6 +92,9 @@ class GRPO(PolicyLoss):
         if batch.chunk:
             log_ratio = chunk_log_ratio(log_ratio, batch.chunk)
         per_sample, seen = self.surrogate(log_ratio, current, batch)
+        if batch.process is not None:  # clipped by itself: its sign may be the other one
+            apart = replace(batch, advantage=batch.process)
+            per_sample = per_sample + self.surrogate(log_ratio, current, apart)[0]
         loss = (batch.weight * per_sample).mean()
         stats = ratio_stats(seen.detach(), batch.advantage, self.clip) | {
             "policy_loss": loss.detach()

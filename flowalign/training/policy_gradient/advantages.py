@@ -51,10 +51,12 @@ def build_batch(
     gathered: GatheredCredit,
     advantage: Float[Tensor, "n T"],
     averages: Averages | None = None,
+    process: Float[Tensor, "n T"] | None = None,
 ) -> TrainBatch:
     """Return this rank's transitions with advantages, in pairs or chunks if the loss uses them.
 
-    Without `averages`, step weights that are measured are those of the start.
+    Without `averages`, step weights that are measured are those of the start. `process` are the
+    advantages of process rewards, if credit has any.
     """
     chosen = chosen_transitions(cfg, gathered, advantage)
     trajectory, start = values.trajectory, gathered.rank_offset
@@ -66,6 +68,7 @@ def build_batch(
         weight=_weights_of_steps(cfg, trajectory, averages),
         global_mask=chosen,
         rank_offset=start,
+        process=None if process is None else process[local],
         best=best_samples(values.rewards, gathered.outcome[local], trajectory.group_size)
         if cfg.algorithm.needs_best
         else None,

@@ -31,6 +31,8 @@ class TrainBatch:
     """Masks of all ranks, in rank order."""
     rank_offset: int
     """Position of this rank's first sample among those of all ranks."""
+    process: Float[Tensor, "B T"] | None = None
+    """Advantage of each transition's process reward; None if credit has none."""
     rival: Int[Tensor, "B T"] | None = None
     """For losses of pairs: the sample that lost against this one at a step, -1 where none did."""
     chunk: Int[Tensor, "T"] | None = None
@@ -138,6 +140,7 @@ def minibatch(batch: TrainBatch, k: int, chosen: Int[Tensor, "n"]) -> Minibatch:
         source=_source(trajectory, k, chosen),
         best=_best(batch, k, chosen),
         after=after,
+        process=None if batch.process is None else batch.process[chosen, k].to(on_device.device),
     )
 
 

@@ -34,6 +34,7 @@ from flowalign.training.rollouts.advantages import (
     compute_credit,
     credit_metrics,
     gather_credit,
+    process_advantages,
     transition_metrics,
 )
 from flowalign.training.rollouts.collecting import collect_rollouts
@@ -85,7 +86,9 @@ class PolicyGradientLoop(Loop):
             self.history.add([request.key for request in requests], gathered.outcome)
             advantage = compute_advantages(cfg, comparison, gathered.credit)
             averages = self.steps and self.steps.averages
-            batch = build_batch(cfg, learner.processes, values, gathered, advantage, averages)
+            process = process_advantages(cfg, comparison, gathered.credit)
+            given = values, gathered, advantage, averages, process
+            batch = build_batch(cfg, learner.processes, *given)
             metrics = credit_metrics(comparison, gathered, advantage) | transition_metrics(gathered)
             comparison.learn(gathered.outcome)
             metrics |= self.learn(values)

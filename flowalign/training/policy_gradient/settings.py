@@ -125,6 +125,11 @@ class Settings(RolloutSettings):
 
     @property
     @override
+    def takes_process(self) -> bool:
+        return not (self.algorithm.pairs or self.algorithm.needs_best)
+
+    @property
+    @override
     def needs_means(self) -> bool:
         return self.algorithm.needs_mean_old
 

@@ -1,5 +1,7 @@
 """Turn the values of rollouts into advantages: credit each step, compare over all ranks."""
 
+from dataclasses import replace
+
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -41,6 +43,15 @@ def compute_advantages(
 ) -> Float[Tensor, "n T"]:
     """Return the advantages of all transitions, each compared with its group, clipped."""
     return comparison.advantages(credit).clamp(-cfg.advantage_clip, cfg.advantage_clip)
+
+
+def process_advantages(
+    cfg: RolloutSettings, comparison: RewardComparison, credit: StepCredit
+) -> Float[Tensor, "n T"] | None:
+    """Return the advantages of process rewards, compared by themselves; None without any."""
+    if credit.process is None:
+        return None
+    return compute_advantages(cfg, comparison, replace(credit, value=credit.process))
 
 
 def chosen_transitions(

@@ -118,14 +118,17 @@ class RewardComparison:
         """
         cfg, rewards, gather = self.cfg, self.rewards, self.processes.gather
         rank_id, prompt = self.processes.rank << 40, torch.arange(len(outcome)) // group_size
-        usable = rewards.usable(credit.value.isfinite().flatten(0, 1)).view(credit.mask.shape)
+        usable = _usable(rewards, credit.value)
+        if credit.process is not None:
+            usable = usable & _usable(rewards, credit.process)
         usable = drop_failed(usable, group_size, cfg.on_failed_reward)
         value, requested = gather(credit.value), gather(credit.mask)
+        process = None if credit.process is None else gather(credit.process)
         mask, outcome = gather(credit.mask & usable), gather(outcome)
         kept = not_dominated(cfg.pareto, outcome, gather(prompt + rank_id), rewards)
         counts = gather(torch.tensor([len(prompt)]))
         return GatheredCredit(
-            credit=StepCredit(value, self._groups(credit, prompt), mask),
+            credit=StepCredit(value, self._groups(credit, prompt), mask, process=process),
             outcome=outcome,
             trained=mask & kept[:, None],
             rank_offset=int(counts[: self.processes.rank].sum()),
@@ -184,6 +187,11 @@ class RewardComparison:
             scaled = zip(self.rewards.dims, self.weights.tolist(), strict=True)
             metrics |= {f"weight/{dim}": w for dim, w in scaled if dim in cfg.thresholds.at}
         return metrics
+
+
+def _usable(rewards: Rewards, value: Float[Tensor, "n T R"]) -> Bool[Tensor, "n T"]:
+    """Return for which transitions all weighted dimensions are known."""
+    return rewards.usable(value.isfinite().flatten(0, 1)).view(value.shape[:2])
 
 
 def outcome_credit(outcome: Float[Tensor, "n R"], group_size: int) -> StepCredit:

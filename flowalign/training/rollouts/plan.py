@@ -7,6 +7,7 @@ from flowalign.sampling.frame_windows import frame_windows
 from flowalign.sampling.kept import DTYPES
 from flowalign.training.recipe import MemoryPart, RunContext
 from flowalign.training.reference import unguided
+from flowalign.training.rollouts.latent_values import check_latent_dims
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import ModelPlan
 from flowalign.utils.seeds import generator
@@ -48,6 +49,7 @@ def value_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> 
     return {
         "values of states": f"{sorted({k for k, _ in requested})}",
         **_critic_rows(cfg, window),
+        **_latent_rows(cfg, run, window),
         "decodes per step": f"{scored}",
         "reward calls per step": f"{scored * len(run.rewards.models)}",
     }
@@ -63,6 +65,8 @@ def check_rollouts(cfg: RolloutSettings, run: RunContext, model: ModelPlan, worl
     if cfg.sampling.frame_window:
         seed = generator(run.seed, "clip")
         frame_windows(cfg.sampling.frame_window, model.latent_shape, [seed])
+    for reward, _ in cfg.requirements(cfg.window(0)).scored:
+        check_latent_dims(run.rewards, reward, f"{cfg.key}.credit")
     if cfg.completion.guidance == "off":
         unguided(run.policy)
     if cfg.completion.weights == "ema" and not run.has_ema:
@@ -121,3 +125,29 @@ def _critic_rows(cfg: RolloutSettings, window: Sequence[int]) -> dict[str, str]:
         return {}
     observed = f"features of states {list(cfg.observed(window))}"
     return {"predictions of the critic": f"from {observed}, for no evaluation"}
+
+
+def _latent_rows(cfg: RolloutSettings, run: RunContext, window: Sequence[int]) -> dict[str, str]:
+    """Return what rewards of noisy latents cost, for credit and for guidance."""
+    empty, rows = cfg.empty_trajectory(window), dict[str, str]()
+    distinct = [len(empty.rows.unique_rows(k)) for k in range(cfg.sampling.num_steps + 1)]
+    scored = cfg.requirements(window).scored
+    if scored:
+        count = cfg.prompts_per_step * sum(distinct[k] for _, k in scored)
+        evaluations = cfg.prompts_per_step * sum(
+            distinct[k] * reward.evaluation_share for reward, k in scored
+        )
+        rows["scores of the latent reward"] = (
+            f"{count} of states {[k for _, k in scored]}, which cost {evaluations:.0f} network "
+            "evaluations; 0 completions, 0 decodes, 0 reward calls"
+        )
+    guidance = cfg.sampling.reward_guidance
+    if guidance:
+        sigmas = run.policy.plan().sigmas(cfg.sampling.num_steps)
+        pushed = [k for k in range(cfg.sampling.num_steps) if guidance.active(sigmas, k)]
+        count = cfg.prompts_per_step * sum(distinct[k] for k in pushed)
+        share = guidance.reward.evaluation_share
+        rows["reward guidance"] = (
+            f"steps {pushed}: {count} gradients, each through {share:.0%} of the network"
+        )
+    return rows

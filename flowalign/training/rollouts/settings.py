@@ -55,6 +55,11 @@ class RolloutSettings(Comparison, ABC):
     def needs_means(self) -> bool:
         """Return whether a rollout keeps the means of trained transitions."""
 
+    @property
+    @abstractmethod
+    def takes_process(self) -> bool:
+        """Return whether process rewards are trained beside the credit of outcomes."""
+
     def check_comparison(self) -> None:
         """Raise ValueError if samples cannot be compared so."""
         size = self.sampling.samples_per_prompt
@@ -124,6 +129,12 @@ class RolloutSettings(Comparison, ABC):
             raise ValueError(
                 f"{self.key}.advantage_scale is {self.advantage_scale}, but "
                 f"{type(method).__name__} gives {advised}"
+            )
+        if needs.credit.process is not None and not self.takes_process:
+            raise ValueError(
+                f"{self.key}.credit is {type(method).__name__}, whose process rewards only GRPO on "
+                "transitions clips apart, with a surrogate that needs no best sample;\n"
+                "choose flowalign.credit.LatentGain, or recipe.algorithm flowalign.losses.GRPO"
             )
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
         if between and self.sampling.tail_ratio is not None:

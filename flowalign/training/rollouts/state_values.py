@@ -11,8 +11,16 @@ from flowalign.credit.critic import Learned
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards, Scoring
 from flowalign.sampling.completion import CompletionRequest
+from flowalign.training.rollouts.latent_values import latent_scores
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
-from flowalign.types import PastOutcomes, Policy, RewardOutput, Trajectory, ValueFunction
+from flowalign.types import (
+    LatentReward,
+    PastOutcomes,
+    Policy,
+    RewardOutput,
+    Trajectory,
+    ValueFunction,
+)
 
 
 @dataclass
@@ -78,6 +86,12 @@ class CompletionValues(ValueFunction):
             self.critic.predicted(k, trajectory.features(k), trajectory.prompt, num_rewards)
             for k in ks
         ]
+        return torch.stack(found, 1)
+
+    def scored(self, ks: Sequence[int], reward: LatentReward) -> Tensor:
+        """Return what a latent reward says of states ks, which were kept."""
+        asked = self.policy, self.rewards, self.trajectory
+        found = [latent_scores(*asked, k, reward, self.micro_batch) for k in ks]
         return torch.stack(found, 1)
 
     def request(self, requests: Sequence[CompletionRequest]) -> None:

@@ -1,0 +1,162 @@
+"""Guide samplers by the gradient of a reward of noisy latents: Flow-NRG and Euphonium.
+
+A rollout that is guided is drawn from pushed means, while its log-probabilities are those of the
+policy without guidance: what guidance finds is learned by the weights.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.guidance import nrg_velocity, reward_gradient
+from flowalign.functional.transition import NOISE, Kernel, mean_sensitivity
+from flowalign.types import Cond, LatentReward, Policy
+from flowalign.utils.ranges import FiniteFloat, NonNegativeFloat, NonNegativeInt, Range
+
+
+@dataclass(frozen=True)
+class GuidedStep:
+    """Holds the step that guidance pushes."""
+
+    sigmas: Float[Tensor, "S"]
+    """Schedule."""
+    k: int
+    """Index of the step."""
+    kernel: Kernel
+    """Family of the transition."""
+    eta: Float[Tensor, "n"]
+    """Noise level of each row; 0 is an ODE step."""
+
+
+class RewardGuidance(ABC):
+    """Pushes the next states of a sampler up the gradient of a reward of noisy latents."""
+
+    reward: LatentReward
+    weights: Mapping[str, float]
+
+    @abstractmethod
+    def active(self, sigmas: Float[Tensor, "S"], k: int) -> bool:
+        """Return whether step k is pushed; a step that is not costs nothing."""
+
+    @abstractmethod
+    def push(
+        self, gradient: Float[Tensor, "n *latent"], step: GuidedStep
+    ) -> Float[Tensor, "n *latent"]:
+        """Return what is added to the next states, given the gradient at the present ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowNRG(RewardGuidance):
+    """Adds -scale * sigma / (1 - sigma) * gradient to the velocity, at each step but at pure noise.
+
+    The weights of reward dimensions may be those of a user. Classifier-free guidance comes before.
+
+    Source: Flow-NRG, arXiv:2501.13918.
+    """
+
+    reward: LatentReward
+    """Reward of noisy latents, such as `reward_models.latent.TrainedLatentReward`."""
+    weights: Mapping[str, FiniteFloat]
+    """Weight of each of its dimensions that counts."""
+    scale: NonNegativeFloat
+    """w: strength of the guidance; 0 is plain sampling."""
+
+    def __post_init__(self) -> None:
+        """Reject weights of unknown dimensions."""
+        check_dims(self.reward, self.weights)
+
+    @override
+    def active(self, sigmas: Tensor, k: int) -> bool:
+        return self.scale > 0 and float(sigmas[k]) <= NOISE
+
+    @override
+    def push(self, gradient: Tensor, step: GuidedStep) -> Tensor:
+        added = nrg_velocity(gradient, step.sigmas[step.k], self.scale)
+        slope = mean_sensitivity(step.kernel, step.sigmas, step.k, step.eta)
+        return slope.reshape(-1, *[1] * (gradient.ndim - 1)) * added
+
+
+@dataclass(frozen=True, kw_only=True)
+class Euphonium(RewardGuidance):
+    """Adds scale * dt * gradient to the mean of the last steps of a rollout.
+
+    Source: Euphonium, arXiv:2602.04928: the SDE that is guided by the reward's gradient.
+    """
+
+    reward: LatentReward
+    """Reward of noisy latents, such as `reward_models.latent.TrainedLatentReward`."""
+    weights: Mapping[str, FiniteFloat]
+    """Weight of each of its dimensions that counts."""
+    form: Literal["released", "paper"] = "released"
+    """released: `scale` is a number. paper: it is eta^2 / (2 beta), with the noise level of the
+    step. They agree at eta 0.25, beta 3.125 and scale 0.01."""
+    scale: NonNegativeFloat = 0.01
+    """Strength in the released form; 0 is plain sampling."""
+    beta: Annotated[float, Range(above=0)] = 3.125
+    """Weight of the KL in the paper's form."""
+    start: NonNegativeInt = 12
+    """First step that is pushed. Released: 12 of 16."""
+
+    def __post_init__(self) -> None:
+        """Reject weights of unknown dimensions."""
+        check_dims(self.reward, self.weights)
+
+    @override
+    def active(self, sigmas: Tensor, k: int) -> bool:
+        return k >= self.start and (self.form == "paper" or self.scale > 0)
+
+    @override
+    def push(self, gradient: Tensor, step: GuidedStep) -> Tensor:
+        dt = step.sigmas[step.k] - step.sigmas[step.k + 1]
+        if self.form == "released":
+            return self.scale * dt * gradient
+        scale = step.eta.square() / (2 * self.beta)
+        return scale.reshape(-1, *[1] * (gradient.ndim - 1)) * dt * gradient
+
+
+def pushes(
+    guidance: RewardGuidance,
+    policy: Policy,
+    x: Float[Tensor, "n *latent"],
+    step: GuidedStep,
+    cond: Cond,
+    row: Int[Tensor, "n"],
+    micro_batch: int,
+) -> Float[Tensor, "n *latent"]:
+    """Return what guidance adds to the next states; sample i is conditioned on row[i] of cond."""
+    guidance.reward.attach(policy)
+    sigma, parts = step.sigmas[step.k], []
+    for some, rows in zip(x.split(micro_batch), row.split(micro_batch), strict=True):
+        given = {name: value[rows] for name, value in cond.items()}
+        parts.append(gradient_at(guidance, some, sigma, given))
+    return guidance.push(torch.cat(parts), step)
+
+
+def gradient_at(
+    guidance: RewardGuidance,
+    x: Float[Tensor, "n *latent"],
+    sigma: Float[Tensor, ""],
+    cond: Cond,
+) -> Float[Tensor, "n *latent"]:
+    """Return the gradient of the weighted reward at states."""
+    with torch.enable_grad():
+        state = x.detach().clone().requires_grad_()
+        columns = guidance.reward.score(state, sigma, cond)
+        weights = [float(guidance.weights.get(dim, 0.0)) for dim in guidance.reward.dims]
+        return reward_gradient(columns @ columns.new_tensor(weights), state)
+
+
+def check_dims(reward: LatentReward, weights: Mapping[str, float]) -> None:
+    """Raise ValueError unless weights name dimensions of the reward, one at least."""
+    unknown = sorted(set(weights) - set(reward.dims))
+    if unknown or not any(weights.values()):
+        raise ValueError(
+            f"weights name {unknown or 'no dimension with a weight'}; the latent reward has "
+            + ", ".join(reward.dims)
+        )

@@ -1,0 +1,58 @@
+"""Score states of rollouts by a reward of noisy latents, without completion, decode or reward."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.rewards.checked import RewardFailure
+from flowalign.rewards.composite import Rewards
+from flowalign.sampling.completion import take
+from flowalign.types import LatentReward, Policy, Trajectory
+
+
+@torch.no_grad()
+def latent_scores(
+    policy: Policy,
+    rewards: Rewards,
+    trajectory: Trajectory,
+    k: int,
+    reward: LatentReward,
+    micro_batch: int,
+) -> Float[Tensor, "B R"]:
+    """Return the scores of state k in the run's reward dimensions, NaN where there is none.
+
+    Raises:
+        RewardFailure: A score of a weighted dimension is not finite, and failures end the run.
+    """
+    reward.attach(policy)
+    rows = trajectory.rows.unique_rows(k)
+    asked = (rows // trajectory.group_size).to(trajectory.device)
+    states = trajectory.unique_states(k).split(micro_batch)
+    with rewards.costs.paused():  # which would count evaluations that stop early as whole ones
+        parts = [
+            reward.score(x, trajectory.sigmas[k], take(trajectory.cond, row)).float().cpu()
+            for x, row in zip(states, asked.split(micro_batch), strict=True)
+        ]
+    rewards.costs.sampling_evaluations += round(reward.evaluation_share * len(rows))
+    found = torch.cat(parts)
+    table = torch.full((len(found), len(rewards.dims)), torch.nan)
+    for column, dim in enumerate(rewards.dims):
+        if dim in reward.dims:
+            table[:, column] = found[:, reward.dims.index(dim)]
+    usable = rewards.usable(table.isfinite())
+    if rewards.on_failure == "raise" and not usable.all():
+        raise RewardFailure(
+            f"the latent reward of {int((~usable).sum())} of {len(usable)} states {k} is not "
+            "finite.\nSet on_failed_reward to drop_sample to go on without such samples."
+        )
+    return trajectory.rows.expand(table, k)
+
+
+def check_latent_dims(rewards: Rewards, reward: LatentReward, key: str) -> None:
+    """Raise ValueError unless a latent reward has all dimensions that have a weight."""
+    weighted = [d for d, w in zip(rewards.dims, rewards.weights.tolist(), strict=True) if w]
+    if missing := [dim for dim in weighted if dim not in reward.dims]:
+        raise ValueError(
+            f"{key} credits states by a latent reward of {', '.join(reward.dims)}; reward_weights "
+            f"weighs {missing[0]}, which it does not score"
+        )

@@ -1,0 +1,152 @@
+"""Credit by a latent reward: by hand, without completions, and clipped apart from the outcome."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from flowalign.credit import Gain, LatentGain, ProcessOutcome
+from flowalign.losses.policy_gradient.grpo import GRPO
+from flowalign.losses.policy_gradient.step_dpo import StepDPO
+from flowalign.losses.policy_gradient.surrogates import LayerTuning, PPOClip
+from flowalign.rewards.checked import RewardFailure
+from flowalign.training.policy_gradient.advantages import build_batch
+from flowalign.training.policy_gradient.batches import minibatches
+from flowalign.training.policy_gradient.plan import plan_step
+from flowalign.training.recipe import RunContext
+from flowalign.training.rollouts.advantages import (
+    compute_advantages,
+    compute_credit,
+    gather_credit,
+    process_advantages,
+)
+from flowalign.training.rollouts.collecting import collect_rollouts
+from flowalign.training.rollouts.comparison import RewardComparison
+from flowalign.types import plain_requests
+from tests.fixtures.latent import LatentRedness
+from tests.fixtures.pixel import PixelPolicy
+from tests.fixtures.training import PROMPTS, flat, new_learner, new_recipe, new_rewards, train
+
+
+def rolled(credit, **recipe):
+    cfg, learner = new_recipe(credit=credit, **recipe), new_learner()
+    rewards = new_rewards(cfg.on_failed_reward)
+    values = collect_rollouts(cfg, learner, rewards, plain_requests(PROMPTS[:3]), 0, 0)
+    return cfg, learner, values
+
+
+def test_a_step_earns_what_it_adds_to_the_latent_reward():
+    reward = LatentRedness()
+    cfg, _, values = rolled(LatentGain(reward=reward))
+    credit = compute_credit(cfg, values)
+    trajectory = values.trajectory
+    length = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(4)[:, None]
+    cond = {"length": length}
+    v = [reward.score(trajectory.state(k), trajectory.sigmas[k], cond)[:, 0] for k in (0, 1, 2, 4)]
+    wanted = torch.stack([v[1] - v[0], v[2] - v[1], v[3] - v[2]], 1)
+    assert_close(credit.value[:, :3, 0], wanted)
+    assert credit.mask.tolist() == [[True, True, True, False]] * 12
+    # 12 samples, 4 states, a quarter of an evaluation each; the rollout is not counted here
+    assert values.rewards.costs.network_evaluations == 12
+    assert values.rewards.costs.decodes == values.rewards.costs.reward_calls == 0
+
+
+def test_check_prices_latent_credit_without_completions_decodes_and_reward_calls():
+    rows = {}
+    for name, credit in {"gain": Gain(), "latent": LatentGain(reward=LatentRedness())}.items():
+        run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
+        cfg = new_recipe(credit=credit)
+        rows[name] = plan_step(cfg, None, run, run.policy.plan(), 1).rows
+    assert rows["latent"]["network evaluations per step"] == "48 sampling + 36 training"
+    assert rows["latent"]["decodes per step"] == rows["latent"]["reward calls per step"] == "12"
+    # 12 samples, states 0, 1, 2 and 4, a quarter of an evaluation each
+    assert rows["latent"]["scores of the latent reward"] == (
+        "48 of states [0, 1, 2, 4], which cost 12 network evaluations; "
+        "0 completions, 0 decodes, 0 reward calls"
+    )
+    assert "completing" in rows["gain"]["network evaluations per step"]
+
+
+def test_a_weight_that_the_latent_reward_does_not_score_is_refused():
+    reward = LatentRedness()
+    reward.dims = ("green", "other")
+    run = RunContext(policy=PixelPolicy(), rewards=new_rewards(), num_steps=1)
+    with pytest.raises(ValueError, match=r"weighs redness, which it does not score"):
+        plan_step(new_recipe(credit=LatentGain(reward=reward)), None, run, run.policy.plan(), 1)
+
+
+class Broken(LatentRedness):
+    """Knows nothing of the second sample of a call."""
+
+    def score(self, x, sigma, cond):
+        values = super().score(x, sigma, cond)
+        values[1] = torch.nan
+        return values
+
+
+def test_a_latent_score_that_is_not_finite_ends_the_run_or_drops_the_sample():
+    credit = LatentGain(reward=Broken())
+    with pytest.raises(RewardFailure, match=r"latent reward of 1 of 12 states 0 is not finite"):
+        compute_credit(*rolled(credit)[::2])
+    cfg, learner, values = rolled(credit, on_failed_reward="drop_sample")
+    comparison = RewardComparison(cfg, values.rewards, learner.processes)
+    gathered = gather_credit(comparison, values, compute_credit(cfg, values))
+    assert gathered.credit.mask.sum(1).tolist() == [3, 0] + [3] * 10
+
+
+def test_process_and_outcome_are_compared_apart():
+    reward = LatentRedness()
+    cfg, learner, values = rolled(ProcessOutcome(reward=reward), advantage_scale="none")
+    credit = compute_credit(cfg, values)
+    comparison = RewardComparison(cfg, values.rewards, learner.processes)
+    gathered = gather_credit(comparison, values, credit)
+    outcome = values([4])[:, 0, 0].view(3, 4)
+    centred = (outcome - outcome.mean(1, keepdim=True)).flatten()
+    assert_close(compute_advantages(cfg, comparison, gathered.credit)[:, 1], centred)
+    process = process_advantages(cfg, comparison, gathered.credit)
+    length = torch.tensor([1.0, 2.0, 3.0]).repeat_interleave(4)[:, None]
+    reached = values.trajectory.state(2)  # by step 1
+    scored = reward.score(reached, values.trajectory.sigmas[2], {"length": length})[:, 0]
+    scored = scored.view(3, 4)
+    assert_close(process[:, 1], (scored - scored.mean(1, keepdim=True)).flatten())
+
+
+def test_losses_of_process_and_outcome_are_clipped_apart_and_summed():
+    batch = _minibatch()
+    policy = PixelPolicy()
+    torch.nn.init.normal_(policy.denoiser[-1].weight, std=0.4)  # ratios beyond the clip
+    loss = GRPO(PPOClip(1e-3))
+    both = loss.loss(policy, policy, batch)[0]
+    outcome = loss.loss(policy, policy, replace(batch, process=None))[0]
+    process = loss.loss(policy, policy, replace(batch, advantage=batch.process, process=None))[0]
+    summed = replace(batch, advantage=batch.advantage + batch.process, process=None)
+    assert_close(both, outcome + process)
+    assert not torch.isclose(both, loss.loss(policy, policy, summed)[0])
+
+
+def _minibatch():
+    """Step 1 of twelve samples whose process rewards often disagree with the outcome."""
+    cfg, learner, values = rolled(ProcessOutcome(reward=LatentRedness()))
+    comparison = RewardComparison(cfg, values.rewards, learner.processes)
+    gathered = gather_credit(comparison, values, compute_credit(cfg, values))
+    advantage = compute_advantages(cfg, comparison, gathered.credit)
+    process = process_advantages(cfg, comparison, gathered.credit)
+    batch = build_batch(cfg, learner.processes, values, gathered, advantage, None, process)
+    return next(m for m in minibatches(batch, torch.arange(12), 64) if m.k == 1)
+
+
+def test_the_loop_trains_on_process_rewards():
+    found = []
+    for credit in (ProcessOutcome(reward=LatentRedness()), None):
+        learner = new_learner()
+        train(new_recipe(**{"credit": credit} if credit else {}), learner)
+        found.append(flat(learner.policy.denoiser))
+    assert not torch.allclose(*found)
+
+
+def test_a_loss_that_would_ignore_process_rewards_is_refused():
+    tuned = GRPO(LayerTuning(surrogate=PPOClip(), coef=1.0))
+    for algorithm in (StepDPO(), tuned):
+        with pytest.raises(ValueError, match=r"ProcessOutcome, whose process rewards only GRPO"):
+            new_recipe(credit=ProcessOutcome(reward=LatentRedness()), algorithm=algorithm)
