@@ -56,6 +56,7 @@ class ContextConsistency(NetworkReward):
         """Read BLIP-2's image encoder, Q-Former and heads, and its tokenizer."""
         network = read_transformers(Blip2ForImageTextRetrieval, self.model)
         network.config.image_token_index = None  # the text comes without placeholders of an image
+        self.longest: int = network.config.qformer_config.max_position_embeddings
         self.preprocessing = Preprocessing(network.config.vision_config.image_size, "squash")
         self.tokenizer = AutoTokenizer.from_pretrained(
             find_folder(self.model, ("*.json", "*.txt", "*.safetensors"))
@@ -84,6 +85,5 @@ class ContextConsistency(NetworkReward):
         return self.preprocessing(pictures.to(self.device, torch.float32))
 
     def _tokens(self, text: str) -> dict[str, Any]:
-        longest = self.network.config.qformer_config.max_position_embeddings
-        tokens = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=longest)
+        tokens = self.tokenizer(text, return_tensors="pt", truncation=True, max_length=self.longest)
         return {name: tokens[name].to(self.device) for name in ("input_ids", "attention_mask")}

@@ -3,15 +3,13 @@
 from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase
 from transformers.video_utils import VideoMetadata
 
@@ -19,6 +17,7 @@ from flowalign.functional.connection import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
 from reward_models.checkpoints import find_folder, read_json, signature
 from reward_models.frames import at_rate
+from reward_models.packing import Packed, pack
 from reward_models.pixels import resized
 from reward_models.qwen2_vl import fitted, patched
 
@@ -196,9 +195,7 @@ class QwenYesNo(YesNoJudge):
         vision = self.processor.image_processor
         return patched(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
 
-    def _continue(
-        self, prefix: dict[str, Any], questions: "Packed"
-    ) -> Float[Tensor, "n questions"]:
+    def _continue(self, prefix: dict[str, Any], questions: Packed) -> Float[Tensor, "n questions"]:
         core = self.network.model
         grids = {k: v for k, v in prefix.items() if k.endswith(("_grid_thw", "_grid_ts"))}
         positions, _ = core.get_rope_index(
@@ -219,46 +216,6 @@ class QwenYesNo(YesNoJudge):
         logits = self.network.lm_head(hidden.gather(1, last)).float()
         yes, no = logits[..., self.yes].logsumexp(-1), logits[..., self.no].logsumexp(-1)
         return yes - no
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Packs the questions of each sample one after the other into a row of T tokens."""
-
-    tokens: Int[Tensor, "n T"]
-    owner: Int[Tensor, "n T"]
-    """Index of the question that a token belongs to; -1 is padding."""
-    offset: Int[Tensor, "n T"]
-    """Distance of a token from the first token of its question."""
-    last: Int[Tensor, "n questions"]
-    """Index of each question's last token."""
-
-    def mask(self, prefix: int) -> Bool[Tensor, "n 1 T L"]:
-        """Return the attention mask: the whole prefix, and a token's own question up to itself."""
-        own = (self.owner[:, :, None] == self.owner[:, None, :]).tril()
-        return torch.cat([own.new_ones(*own.shape[:2], prefix), own], dim=2)[:, None]
-
-    def to(self, device: torch.device) -> "Packed":
-        """Return the same on another device."""
-        return Packed(
-            self.tokens.to(device),
-            self.owner.to(device),
-            self.offset.to(device),
-            self.last.to(device),
-        )
-
-
-def pack(questions: Sequence[Sequence[Sequence[int]]]) -> Packed:
-    """Pack the tokens of every question of every sample, padding shorter rows on the right."""
-
-    def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-        return pad_sequence([torch.tensor(r) for r in rows], True, value)
-
-    lengths = torch.tensor([[len(question) for question in row] for row in questions])
-    tokens = [[token for question in row for token in question] for row in questions]
-    owner = [[i for i, question in enumerate(row) for _ in question] for row in questions]
-    offset = [[k for question in row for k in range(len(question))] for row in questions]
-    return Packed(padded(tokens, 0), padded(owner, -1), padded(offset, 0), lengths.cumsum(1) - 1)
 
 
 def answer_tokens(

@@ -70,6 +70,7 @@ class RewardGradient(Settings, Recipe):
             parts=[
                 MemoryPart("states", states),
                 MemoryPart("rendering", self.micro_batch * rendering, "updating", fewer),
+                *(self.regularised.plan(run, model, world) if self.regularised else ()),
             ],
             evaluations_per_example=max(self._together(per_velocity), self._of_stored()),
         )

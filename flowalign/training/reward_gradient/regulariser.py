@@ -1,6 +1,7 @@
 """Add a matching loss of stored examples to the updates of rewards: SFT, or one of pairs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from flowalign.losses.matching.sft import SFT
@@ -13,8 +14,8 @@ from flowalign.training.matching.residuals import personal
 from flowalign.training.matching.source import Batch, BatchStream
 from flowalign.training.matching.stored import StoredDataset
 from flowalign.training.matching.times import LogitNormal, Times
-from flowalign.training.recipe import Log, RunContext
-from flowalign.types import MatchingLoss
+from flowalign.training.recipe import Log, MemoryPart, RunContext
+from flowalign.types import MatchingLoss, ModelPlan
 from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
 
@@ -58,16 +59,28 @@ class Regulariser:
 
     def check(self, run: RunContext) -> None:
         """Raise ValueError if the loss cannot learn from such data, or these are not there."""
-        try:
+        with _named():
             self.matching.check(run)
-        except ValueError as error:
-            raise ValueError(f"of recipe.regulariser: {error}") from error
+
+    def plan(self, run: RunContext, model: ModelPlan, world: int) -> Sequence[MemoryPart]:
+        """Return the memory of a batch; raise ValueError if it cannot be divided or noised."""
+        with _named():
+            return self.matching.plan(run, model, world).parts
 
     def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredGradient":
         """Read and encode the data."""
         requires = self.loss.requirements.requires
         stream = self.data.open(learner, run.rewards, run.seed, requires, log)
         return StoredGradient(self, learner, stream, run.seed)
+
+
+@contextmanager
+def _named() -> Iterator[None]:
+    """Say in errors of the preference loop, which name its own keys, whose they are."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"of recipe.regulariser: {error}") from error
 
 
 class StoredGradient:

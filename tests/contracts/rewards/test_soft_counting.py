@@ -99,7 +99,11 @@ def folder(tmp_path_factory):
     network = GroundingDinoForObjectDetection(config)
     for parameter in network.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+            torch.nn.init.normal_(parameter, std=0.6 * parameter[0].numel() ** -0.5)
+    boxes = (network.model.decoder.bbox_embed, network.model.encoder_output_bbox_embed)
+    for parameter in (p for module in boxes for p in module.parameters()):
+        torch.nn.init.zeros_(parameter)  # the network stops the gradient at its boxes
+    network.model.decoder.layer_norm.weight.data *= 0.1  # scores far from 0 and 1
     network.save_pretrained(folder)
     return folder
 
@@ -124,7 +128,10 @@ def test_what_every_reward_promises(folder):
     check_rows_are_independent(model, batch)
     check_order(model, batch)
     check_failures(model, batch)
-    check_small_steps(model, batch)
+    check_small_steps(model, batch, 2e-5)
+    media = batch.media.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model.score(replace(batch, media=media)).values.sum(), media)
+    assert (slope.flatten(1).abs().sum(1) > 0.01).all()
     check_fingerprints([model, reward(folder, 0.2)])
 
 

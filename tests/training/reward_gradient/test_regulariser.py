@@ -138,6 +138,8 @@ def test_the_plan_counts_the_media_and_their_activations(prompts, data):
     counted = "network evaluations per step"
     assert stored.rows[counted] == plain.rows[counted] + " + 8 of stored media"
     assert (plain.evaluations_per_example, stored.evaluations_per_example) == (1, 4)
+    added = {part.name: part.num_bytes for part in stored.parts if part not in plain.parts}
+    assert added == {"latents": 4 * 8 * 3, "noise": 4 * 4 * 3}
 
 
 REFUSED = {
@@ -159,6 +161,14 @@ def test_what_cannot_regularise_is_refused_before_anything_is_loaded(prompts, da
     with pytest.raises(ValueError, match=message) as caught:
         cfg.check(RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3))
     assert str(caught.value).startswith("of recipe.regulariser: ")
+
+
+def test_a_batch_that_does_not_reach_all_processes_is_refused(prompts, data):
+    cfg = recipe(prompts, Regulariser(data=replace(data, batch_size=2)))
+    rewards = Rewards([SmoothRedness()], {"redness": 1.0})
+    run = RunContext(policy=PixelPolicy(), rewards=rewards, num_steps=3)
+    with pytest.raises(ValueError, match=r"of recipe\.regulariser: recipe\.data gives 2 pairs"):
+        cfg.plan(run, PixelPolicy().plan(), 3)
 
 
 def test_held_out_pairs_are_refused(data):
