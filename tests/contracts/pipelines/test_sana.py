@@ -4,6 +4,8 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler
 
+from flowalign.types import plain_requests
+from pipelines.any_flow import Call
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
     Family,
@@ -15,6 +17,7 @@ from tests.fixtures.families import (
 )
 from tests.fixtures.image_families import PROMPTS, sana_family
 from tests.fixtures.policy_contract import PictureContract
+from tests.fixtures.twins import new_any
 
 pytestmark = pytest.mark.slow
 
@@ -75,6 +78,24 @@ def test_the_folder_s_solver_at_first_order_comes_as_close_as_its_whole_times_al
     plain.pipe.scheduler = before
     difference = (made - ours(plain, PROMPTS, x, 8)).abs().max()
     assert 0 < difference < 0.01 * made.abs().max()
+
+
+def test_velocities_are_those_of_the_generic_policy_at_whole_times(family):
+    """The generic one follows the folder's solver, which cuts times to integers."""
+    policy = family.new(guidance=4.5)
+    move(policy)
+    given = {"guidance_scale": 4.5, "use_resolution_binning": False}
+    given["max_sequence_length"] = policy.max_sequence_length
+    call = Call(arguments=given, evaluations=2)
+    sizes = {"height": policy.height, "width": policy.width}
+    generic = new_any(family.path, call=call, lora=policy.lora, **sizes)
+    move(generic)
+    x, time = noise(policy), torch.tensor(0.625)
+    with torch.no_grad():
+        wanted, found = (
+            one.velocity(x, time, one.encode(plain_requests(PROMPTS))) for one in (policy, generic)
+        )
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_rows_of_different_times_are_the_rows_alone_with_guidance(family):
