@@ -65,7 +65,8 @@ class Combination:
     @property
     def label(self) -> Label:
         """Return what was done with the files at least."""
-        return max((part.label for part in self.parts), key=get_args(Label).index)
+        labels: list[Label] = [part.label for part in self.parts]
+        return max(labels, key=get_args(Label).index)
 
     @property
     def about(self) -> str:
