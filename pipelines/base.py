@@ -255,7 +255,10 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     if policy.lora is None:
         return policy.transformer_class.from_pretrained(folder, subfolder=part)
     components = policy.pipe.components
-    without = {**policy.unused, **{n: None for n in components if n not in (part, "scheduler")}}
+    without = dict(policy.unused)
+    for name, component in components.items():
+        if name not in (part, "scheduler"):  # tokenizers and processors cost nothing
+            without[name] = None if isinstance(component, nn.Module) else component
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)

@@ -34,7 +34,12 @@ def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
         vae = getattr(diffusers, config["_class_name"]).from_config(config)
     vae.eval()
     parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    needed = {p.name: None for p in parameters if p.default is p.empty}
+    needed: dict[str, Any] = {p.name: None for p in parameters if p.default is p.empty}
+    if "processor" in needed:  # some pipelines read its template when they are built
+        _, kind = setting_of(cls, path, "processor")
+        needed["processor"] = getattr(transformers, kind).from_pretrained(
+            path, subfolder="processor"
+        )
     return cls(**needed | {"vae": vae})
 
 

@@ -54,7 +54,9 @@ class Flux2Klein(Flux2):
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         cond = super().encode(requests)
-        return cond | {"text_neg": self.read([""] * len(requests))} if self.guidance > 1 else cond
+        if self.guidance <= 1:
+            return cond
+        return {**cond, "text_neg": self.read([""] * len(requests))}
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         v = super().velocity(x, sigma, cond)

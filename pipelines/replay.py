@@ -227,7 +227,7 @@ def stopping(network: nn.Module) -> Iterator[None]:
 def dry(cls: type[DiffusionPipeline], path: str, part: str) -> Any:
     """Build a pipeline from configurations: networks on the meta device, no encoder, all on CPU.
 
-    Its `encode_prompt` gives as many tensors as its `__call__` unpacks.
+    Its `encode_prompt` gives as many texts and masks as its `__call__` unpacks.
     """
     on_cpu = {"_execution_device": property(lambda _: torch.device("cpu"))}
     kind: Any = type(cls.__name__, (cls,), on_cpu)
@@ -245,16 +245,17 @@ def dry(cls: type[DiffusionPipeline], path: str, part: str) -> Any:
     plain = {n: s for n, s in settings.items() if s is not None and not isinstance(s, list)}
     pipe = kind(**components | plain)
     pipe.set_progress_bar_config(disable=True)
-    texts = (torch.ones(1, 1, 1),) * _num_texts(cls)
+    names = _names_of_texts(cls)
+    texts = tuple(torch.ones(1, 1) if "mask" in name else torch.ones(1, 1, 1) for name in names)
     vars(pipe)["encode_prompt"] = lambda *_, **__: texts
     return pipe
 
 
-def _num_texts(cls: type) -> int:
-    """Return into how many values `__call__` unpacks what `encode_prompt` returns."""
+def _names_of_texts(cls: type) -> list[str]:
+    """Return the names by which `__call__` unpacks what `encode_prompt` returns."""
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__call__)))
-    counts = [
-        len(node.targets[0].elts)
+    found = [
+        [ast.unparse(name) for name in node.targets[0].elts]
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Assign)
         and isinstance(node.targets[0], ast.Tuple)
@@ -262,9 +263,9 @@ def _num_texts(cls: type) -> int:
         and isinstance(node.value.func, ast.Attribute)
         and node.value.func.attr == "encode_prompt"
     ]
-    if not counts:
+    if not found:
         raise ValueError(f"{cls.__name__} does not call encode_prompt")
-    return counts[0]
+    return found[0]
 
 
 def has_whole_times(scheduler: Any) -> bool:

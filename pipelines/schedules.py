@@ -1,5 +1,6 @@
 """Computes schedules whose shift depends on the size of what is made."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,19 +9,25 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
 
-def sized_sigmas(scheduler: Any, num_tokens: int, num_steps: int) -> Tensor:
+def sized_sigmas(
+    scheduler: Any, num_tokens: int, num_steps: int, even: Sequence[float] | None = None
+) -> Tensor:
     """Return the sigmas that a pipeline of `num_tokens` tokens sets: more tokens, more shift."""
     names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
     mu = calculate_shift(num_tokens, *(scheduler.config[name] for name in names))
-    return shifted_sigmas(scheduler, mu, num_steps)
+    return shifted_sigmas(scheduler, mu, num_steps, even)
 
 
-def shifted_sigmas(scheduler: Any, mu: float, num_steps: int) -> Tensor:
+def shifted_sigmas(
+    scheduler: Any, mu: float, num_steps: int, even: Sequence[float] | None = None
+) -> Tensor:
     """Return the sigmas that a pipeline sets with the shift `mu`, if its scheduler uses one.
 
-    One step goes from 1 to 0; a scheduler that stretches to a last sigma could not scale it.
+    They are shifted from `even` ones, which some pipelines round in a way of their own. One step
+    goes from 1 to 0; a scheduler that stretches to a last sigma could not scale it.
     """
     if num_steps == 1:
         return torch.tensor([1.0, 0.0])
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_steps, num_steps), mu=mu)
+    even = np.linspace(1.0, 1 / num_steps, num_steps).tolist() if even is None else even
+    scheduler.set_timesteps(sigmas=even, mu=mu)
     return scheduler.sigmas.clone()

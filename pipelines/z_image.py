@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
@@ -59,7 +60,8 @@ class ZImage(DiffusersPolicy):
         return prod(self.grid) + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        return sized_sigmas(scheduler, prod(self.grid), num_steps)
+        even = get_default_z_image_sigmas(num_steps)
+        return sized_sigmas(scheduler, prod(self.grid), num_steps, even)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:

@@ -8,7 +8,7 @@ from flowalign.cli.messages import printer
 from flowalign.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flowalign.runs.recipes import ShippedFile
+    from flowalign.runs.recipes import Combination, ShippedFile
 
 HELP = "List the run files of the package with what was done with each, or copy one."
 
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run file, what is listed, and where a copy goes."""
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="a listed name, or its beginning")
+    add("--methods", action="store_true", help="list the methods that fit behind a model's file")
     add("--memory", action="store_true", help="plan each, which takes a second or more a file")
     add("--out", metavar="FILE", help="copy the run file of this name")
 
@@ -27,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: There is no such run file, or the copy would replace a file.
     """
-    from flowalign.runs.recipes import copy_recipe, find_recipe, recipes
+    from flowalign.runs.recipes import combinations, copy_recipe, find_recipe, recipes
     from flowalign.utils.console import table
 
     try:
@@ -36,15 +37,18 @@ def run(args: argparse.Namespace) -> int:
             copy_recipe(recipe, Path(args.out))
             printer()(f"{args.out} is written; the next command is:\nflowalign check {args.out}")
             return 0
-        chosen = [one for one in recipes() if one.name.startswith(args.name or "")]
-        chosen = chosen or [find_recipe(args.name)]
+        if args.methods:
+            chosen = combinations(find_recipe(args.name or ""))
+        else:
+            chosen = [one for one in recipes() if one.name.startswith(args.name or "")]
+            chosen = chosen or [find_recipe(args.name)]
     except ValueError as error:
         raise ConfigError(str(error)) from error
     table("recipes, below configs/", {one.name: _row(one, args.memory) for one in chosen})
     return 0
 
 
-def _row(recipe: "ShippedFile", with_memory: bool) -> str:
+def _row(recipe: "ShippedFile | Combination", with_memory: bool) -> str:
     from flowalign.runs.recipes import memory_of
 
     papers = ", ".join(f"arXiv:{paper}" for paper in recipe.papers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from flowalign.runs.compose import read_mapping
+from flowalign.runs.compose import compose, read_mapping
 from flowalign.runs.config import load
 from flowalign.runs.plan import plan
 from flowalign.utils.files import atomic_write, bundled
@@ -45,6 +45,68 @@ class ShippedFile:
     def complete(self) -> bool:
         """Return whether it is a run by itself, and need not go behind a model's file."""
         return self.name.partition("/")[0] not in _BEHIND
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Describes a model's file and a method's as one run, or the file of the package for the pair.
+
+    A file for the pair has numbers of its own; it is taken where there is one.
+    """
+
+    parts: tuple[ShippedFile, ...]
+    """The files of the command, in its order."""
+
+    @property
+    def name(self) -> str:
+        """Return the names of the files as a command has them."""
+        return " ".join(part.name for part in self.parts)
+
+    @property
+    def label(self) -> Label:
+        """Return what was done with the files at least."""
+        labels: list[Label] = [part.label for part in self.parts]
+        return max(labels, key=get_args(Label).index)
+
+    @property
+    def about(self) -> str:
+        """Return the first sentence of the last file's header."""
+        return self.parts[-1].about
+
+    @property
+    def papers(self) -> tuple[str, ...]:
+        """Return what the headers name, the method's first."""
+        return tuple(dict.fromkeys(p for part in reversed(self.parts) for p in part.papers))
+
+
+def combinations(model: ShippedFile) -> list[Combination]:
+    """Return every method of the package that is a valid run behind a model's file.
+
+    Raises:
+        ValueError: It is no file of configs/models.
+    """
+    folder, _, stem = model.name.partition("/")
+    if folder != "models":
+        raise ValueError(f"{model.name} is no model: methods go behind files of configs/models")
+    known = {one.name: one for one in recipes()}
+    methods = [one for name, one in known.items() if name.startswith("methods/")]
+    found = []
+    for method in methods:
+        pair = known.get(f"credit/{stem}/{method.name.partition('/')[2]}")
+        found.append(Combination((pair,) if pair else (model, method)))
+    return [one for one in found if _fits(one)]
+
+
+def _fits(one: Combination) -> bool:
+    """Return whether the files are a valid run, whether or not its data are here."""
+    files = [str(part.file) for part in one.parts]
+    try:
+        data = compose(files).values["recipe"]["init_args"].get("data", {})
+        stored = "path" in data.get("init_args", {})
+        load(files, [f"recipe.data.path={files[0]}"] if stored else [])
+    except ValueError:  # ConfigError says why; most methods fit some models only
+        return False
+    return True
 
 
 def recipes() -> list[ShippedFile]:
@@ -94,14 +156,15 @@ def find_recipe(name: str) -> ShippedFile:
     return known[name]
 
 
-def memory_of(recipe: ShippedFile) -> str:
-    """Return the memory that the plan of a run file estimates, or why there is none."""
-    if not recipe.complete:
+def memory_of(recipe: ShippedFile | Combination) -> str:
+    """Return the memory that the plan of a run estimates, or why there is none."""
+    parts = recipe.parts if isinstance(recipe, Combination) else (recipe,)
+    if not parts[0].complete:
         return "that of the model before it"
     if recipe.name.startswith(_UNPLANNED):
         return "not planned"
     try:
-        return plan(load(str(recipe.file))[0])[_MEMORY]
+        return plan(load([str(part.file) for part in parts])[0])[_MEMORY]
     except ValueError as error:
         return str(error).splitlines()[0]
 

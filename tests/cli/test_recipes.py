@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs.recipes import memory_of, read_recipe, recipes
+from flowalign.runs.recipes import combinations, memory_of, read_recipe, recipes
 
 RUN_FILES = sorted(file for file in Path("configs").rglob("*.yaml") if file.parts[1] != "rewards")
 NAMES = {one.name: one for one in recipes()}
@@ -79,3 +79,33 @@ def test_memory_is_that_of_the_plan_or_a_reason():
     assert " per process" in memory_of(NAMES["shapes"])
     assert memory_of(NAMES["methods/rloo"]) == "that of the model before it"
     assert memory_of(NAMES["clip_pairs/shapes_video"]) == "not planned"
+
+
+@pytest.mark.slow
+def test_methods_behind_a_model_are_those_that_are_valid_runs_there():
+    """A network with guidance as an input has NFT in a file of its own; other methods set it."""
+    found = {one.name: one for one in combinations(NAMES["models/flux2_dev"])}
+    assert "credit/flux2_dev/nft" in found
+    behind = {name.partition(" methods/")[2] for name in found} - {""}
+    assert {"flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo"} <= behind
+    assert behind.isdisjoint({"nft", "awm", "refl", "diffusion_dpo", "flow_grpo_wan21"})
+    dense = found["models/flux2_dev methods/dense_grpo"]
+    assert (dense.label, dense.papers[0]) == ("checked only", "2601.20218v2")
+    assert "2505.05470v5" in dense.papers
+    assert dense.about == NAMES["methods/dense_grpo"].about
+
+
+@pytest.mark.slow
+def test_the_methods_of_a_model_are_listed_as_commands_have_them(capsys):
+    code, out, _ = told(capsys, "models/shapes", "--methods")
+    assert code == 0
+    text = " ".join(out.replace("│", " ").split())
+    assert "models/shapes methods/dense_grpo [run on CPU] DenseGRPO" in text
+    assert "credit/shapes/mixgrpo [run on CPU] MixGRPO" in text
+
+
+@pytest.mark.parametrize("words", [("shapes", "--methods"), ("--methods",)])
+def test_methods_are_asked_of_a_model(capsys, words):
+    code, _, said = told(capsys, *words)
+    assert code == 2
+    assert re.search("is no model|there is no run file", said)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from flowalign.training.reference import conditional
 from flowalign.types import plain_requests
 from pipelines.any_flow import AnyFlow, Call
 from pipelines.recorded import Layout
@@ -157,6 +158,15 @@ def test_another_number_of_evaluations_is_refused_with_the_right_one():
 def test_a_size_that_does_not_fit_is_refused_by_the_plan_in_the_pipeline_s_words():
     with pytest.raises(ValueError, match=r"divisible by 8 but are 36 and 32|divisible by"):
         AnyFlow(FOLDER, 37, 32, Call(arguments=EMBEDDED)).plan()
+
+
+def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
+    """Losses of pairs see the conditional model, which a call with guidance does not make."""
+    policy = new_embedded(call=Call(arguments=EMBEDDED | {"guidance_scale": 3.0}, evaluations=2))
+    x, cond = noise(policy), encoded(policy)
+    with pytest.raises(ValueError, match=r"AnyFlow makes the velocity of call.arguments"):
+        conditional(policy).velocity(x, torch.tensor(0.5), cond)
+    assert policy.velocity(x, torch.tensor(0.5), cond).shape == x.shape
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import torch
 
 from flowalign.sampling.features import Observed
 from flowalign.types import plain_requests
+from pipelines.any_flow import Call
 from pipelines.qwen_image21 import QwenImage21
 from tests.fixtures.embedded import move
 from tests.fixtures.families import (
@@ -17,6 +18,7 @@ from tests.fixtures.families import (
 from tests.fixtures.image_families import qwen21_family
 from tests.fixtures.policy_contract import PictureContract
 from tests.fixtures.tiny_images import build_qwen21
+from tests.fixtures.twins import new_any
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +95,24 @@ def test_pictures_are_laid_over_white_by_their_alpha(plain, monkeypatch):
 
 def test_a_gradient_reaches_every_layer_of_the_adapter(family):
     assert without_gradient(family.new(guidance=2.0), family.prompts) == set()
+
+
+def test_velocities_are_those_of_the_generic_policy(family):
+    """With and without the pipeline's cache of keys and values, which training must not keep."""
+    policy = family.new(guidance=3.0)
+    move(policy)
+    x, time = noise(policy), torch.tensor(0.6)
+    given = {"true_cfg_scale": 3.0, "negative_prompt": " "}
+    for cached in (True, False):
+        call = Call(arguments={**given, "use_kv_cache": cached}, evaluations=2)
+        sizes = {"height": policy.height, "width": policy.width}
+        generic = new_any(family.path, call=call, lora=policy.lora, **sizes)
+        move(generic)
+        with torch.no_grad():
+            wanted = policy.velocity(x, time, policy.encode(plain_requests(family.prompts)))
+            cond = generic.encode(plain_requests(family.prompts))
+            found = generic.velocity(x.flatten(2).mT, time, cond)
+        torch.testing.assert_close(found, wanted.flatten(2).mT, atol=1e-5, rtol=1e-5)
 
 
 def test_a_folder_with_sigmas_of_its_own_is_refused(tmp_path):
