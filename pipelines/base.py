@@ -228,6 +228,7 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
         return policy.transformer_class.from_pretrained(folder, subfolder=part)
     components = policy.pipe.components
     without = {**policy.unused, **{n: None for n in components if n not in (part, "scheduler")}}
+    without["vae"] = components["vae"]  # some constructors read its sizes
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
