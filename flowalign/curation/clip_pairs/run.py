@@ -74,8 +74,7 @@ class ClipPairs:
         self.method.check(rewards)
 
     def _check_policy(self) -> None:
-        if self.policy.no_media:
-            raise ValueError(f"policy: {type(self.policy).__name__} {self.policy.no_media}")
+        self.policy.check_stored_media("clips")
         if self.policy.fps is None:
             raise ValueError(
                 f"the policy {type(self.policy).__name__} makes pictures; clips need one of videos"
