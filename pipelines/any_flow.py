@@ -55,6 +55,10 @@ class Call:
     """Decode and encode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5
     takes no more."""
 
+    def together(self, samples: Tensor) -> int:
+        """Return how many of these samples the autoencoder gets together."""
+        return 1 if self.decode_one else max(1, len(samples))
+
 
 class AnyFlow(DiffusersPolicy):
     """Wraps any flow-matching pipeline that makes one state from a prompt, of one network.
@@ -170,12 +174,8 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        media = torch.cat([self.finish(some) for some in x.split(self._together(x))])
+        media = torch.cat([self.finish(some) for some in x.split(self.call.together(x))])
         return (media if media.ndim == 5 else media[:, None]).float()
-
-    def _together(self, samples: Tensor) -> int:
-        """Return how many samples the autoencoder gets together."""
-        return 1 if self.call.decode_one else max(1, len(samples))
 
     def finish(self, x: Tensor) -> Tensor:
         """Run what the pipeline does after its last step."""
@@ -189,7 +189,9 @@ class AnyFlow(DiffusersPolicy):
         media = media.to(self.pipe.vae.device, torch.float32)
         clips = clips_of(media, self.num_frames or 1, self.height, self.width, self.path)
         latent_map = LatentMap.of(self.pipe.vae, self.finish, self.latent_shape)
-        return torch.cat([latent_map.encoded(some) for some in clips.split(self._together(clips))])
+        return torch.cat(
+            [latent_map.encoded(some) for some in clips.split(self.call.together(clips))]
+        )
 
     def encoders(self) -> tuple[str, str]:
         arguments = sorted(self.call.arguments.items())
