@@ -49,8 +49,12 @@ class Call:
     fps: PositiveFloat | None = None
     """Frames per second of clips; null for pictures."""
     decode_one: bool = False
-    """Decode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5 takes no
-    more."""
+    """Decode and encode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5
+    takes no more."""
+
+    def together(self, samples: Tensor) -> int:
+        """Return how many of these samples the autoencoder gets together."""
+        return 1 if self.decode_one else max(1, len(samples))
 
 
 class AnyFlow(DiffusersPolicy):
@@ -173,8 +177,7 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
-        rows = 1 if self.call.decode_one else max(1, len(x))
-        media = torch.cat([self.finish(some) for some in x.split(rows)])
+        media = torch.cat([self.finish(some) for some in x.split(self.call.together(x))])
         return (media if media.ndim == 5 else media[:, None]).float()
 
     def finish(self, x: Tensor) -> Tensor:
@@ -188,7 +191,10 @@ class AnyFlow(DiffusersPolicy):
     def embed(self, media: Tensor) -> Tensor:
         media = media.to(self.pipe.vae.device, torch.float32)
         clips = clips_of(media, self.num_frames or 1, self.height, self.width, self.path)
-        return LatentMap.of(self.pipe.vae, self.finish, self.latent_shape).encoded(clips)
+        latent_map = LatentMap.of(self.pipe.vae, self.finish, self.latent_shape)
+        return torch.cat(
+            [latent_map.encoded(some) for some in clips.split(self.call.together(clips))]
+        )
 
     def encoders(self) -> tuple[str, str]:
         arguments = sorted(self.call.arguments.items())

@@ -259,6 +259,7 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     for name, component in components.items():
         if name not in (part, "scheduler"):  # tokenizers and processors cost nothing
             without[name] = None if isinstance(component, nn.Module) else component
+    without["vae"] = components["vae"]  # some constructors read its sizes
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
     pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)

@@ -164,6 +164,11 @@ class Policy(VelocityField):
     def decode(self, x: Float[Tensor, "n *latent"]) -> Float[Tensor, "n F 3 H W"]:
         """Decode clean latents to media in [0, 1]."""
 
+    def check_stored_media(self, key: str) -> None:
+        """Raise ValueError if `embed` takes no stored media, which the run file has at `key`."""
+        if self.no_media:
+            raise ValueError(f"{key}: {type(self).__name__} {self.no_media}")
+
     @abstractmethod
     def embed(self, media: Float[Tensor, "n F 3 h w"]) -> Float[Tensor, "n *latent"]:
         """Encode media in [0, 1] to clean latents, the mode of the encoder's distribution.

@@ -228,6 +228,17 @@ def test_hiding_users_from_a_policy_that_never_hears_of_them_is_refused(written)
     assert "recipe.data.user_dropout is 0.25, but the policy SD3 is never told" in message
 
 
+def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media(written):
+    arguments = {
+        "path": "nowhere",
+        "video": {"height": 32, "width": 32, "num_frames": 9, "fps": 24.0},
+        "lora": None,
+    }
+    sounding = {"class_path": "pipelines.ltx2.LTX2", "init_args": arguments}
+    message = complaint(written({"policy": sounding}))
+    assert "recipe.data: LTX2 denoises a clip with its sound, and stored clips" in message
+
+
 # What is planned ----------------------------------------------------------------------------------
 
 

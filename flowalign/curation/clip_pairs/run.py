@@ -68,6 +68,13 @@ class ClipPairs:
                 f"held_out {self.held_out}, max_dropped_fraction {self.max_dropped_fraction}: "
                 "both are shares, and held_out is below 1"
             )
+        self._check_policy()
+        rewards = Rewards(self.rewards, self.reward_weights)
+        rewards.check_policy(self.policy)
+        self.method.check(rewards)
+
+    def _check_policy(self) -> None:
+        self.policy.check_stored_media("clips")
         if self.policy.fps is None:
             raise ValueError(
                 f"the policy {type(self.policy).__name__} makes pictures; clips need one of videos"
@@ -77,9 +84,6 @@ class ClipPairs:
                 f"num_frames is {self.num_frames}; the policy makes {self.policy.num_frames} "
                 "frames: leave num_frames out, or change the policy's"
             )
-        rewards = Rewards(self.rewards, self.reward_weights)
-        rewards.check_policy(self.policy)
-        self.method.check(rewards)
 
     def dataset(self) -> Dataset:
         """Open the dataset of clips; raises ValueError if there is none."""

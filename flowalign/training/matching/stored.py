@@ -150,8 +150,7 @@ class StoredDataset(DataSource):
                 f"recipe.data.user_dropout is {self.user_dropout:g}, but the policy "
                 f"{type(run.policy).__name__} is never told whose judgement a pair is"
             )
-        if run.policy.no_media:
-            raise ValueError(f"recipe.data: {type(run.policy).__name__} {run.policy.no_media}")
+        run.policy.check_stored_media("recipe.data")
         for path in (self.path, self.held_out):
             if path is not None and not Path(path).exists():
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")

@@ -85,6 +85,7 @@ class FromPhotos(Start):
 
     @override
     def check(self, policy: Policy, requests: Sequence[Request]) -> None:
+        policy.check_stored_media("recipe.start")
         if policy.takes.references[1]:
             raise ValueError(
                 f"recipe.start FromPhotos takes the image of a request as its sample, but "
