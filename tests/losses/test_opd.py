@@ -147,7 +147,7 @@ def test_densities_of_cps_are_those_of_its_code():
 
 
 @pytest.mark.parametrize("form", ["sampled", "policy_gradient"])
-def test_over_the_steps_that_may_be_taken_a_sampled_reward_descends_the_kl_and_its_mean_nothing(
+def test_over_all_steps_a_sampled_reward_descends_the_kl_and_its_mean_nothing(
     form,
 ):
     """Slope 2 and std .4: the KL is 4 mean((v - taught)^2) / .32, of two elements."""
