@@ -10,7 +10,7 @@ from typing_extensions import override
 
 from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
 from flowalign.data.preference.collate import BatchFields, Collator
-from flowalign.data.preference.convert import Keep, fitting
+from flowalign.data.preference.convert import fitting
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.kinds import Kind, read_examples
 from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
@@ -45,8 +45,8 @@ class StoredDataset(DataSource):
     path: str
     """Dataset: a file, or a folder of parquet files."""
     kind: Kind = "pairs"
-    """Kind of the rows: pairs, samples with binary labels, attributes (media with texts `positive`
-    and `negative`, which need a teacher), or captions (the same with both texts, for its teacher)."""
+    """pairs; samples with binary labels; attributes: media with texts `positive` and `negative`,
+    which need a teacher; captions: samples of these with both texts, for that teacher."""
     held_out: str | None = None
     """File of pairs that are never trained on, on which the agreement of the policy is evaluated;
     it holds pairs even where `kind` is samples. Null: none."""
@@ -170,13 +170,6 @@ class StoredDataset(DataSource):
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
         return StoredStream(self, learner.policy, seed, learner.processes, requires, log)
 
-    def read(
-        self, path: str, kind: Kind, labelled: bool, keep: Keep
-    ) -> tuple[list[Example], DropReport]:
-        """Read the examples of a file, and a report of what was dropped."""
-        where = path, self.schema, self.root, self.dimensions
-        return read_examples(kind, *where, self.mixed_shapes, labelled, keep)
-
 
 class StoredStream(BatchStream):
     """Serves batches of a dataset that has been read and encoded."""
@@ -260,7 +253,9 @@ class StoredStream(BatchStream):
     def _encoded(self, path: str, kind: Kind, requires: Set[Label]) -> list[Example]:
         """Read and encode a file, and drop what cannot be encoded."""
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
-        examples, dropped = self.cfg.read(path, kind, "labels" in requires, queue.take)
+        cfg, labelled = self.cfg, "labels" in requires
+        where = path, cfg.schema, cfg.root, cfg.dimensions, cfg.mixed_shapes
+        examples, dropped = read_examples(kind, *where, labelled, queue.take)
         queue.finish()
         examples = fitting(examples, self.texts.policy.takes, dropped)
         self.texts.prepare(all_requests(examples, self.cfg.prompt_dropout > 0))
