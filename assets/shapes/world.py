@@ -1,8 +1,12 @@
 """Define the shapes world: every prompt, its splits, and a seeded renderer of ground truth.
 
-Run as a script to write `prompts/{train,seen,unseen}.txt`.
+Run as a script to write `prompts/{train,seen,unseen}.txt` and, for two teachers, the prompts with a
+relation and those without: `prompts/{relations,counts}.txt` to train on, `held_out_*.txt` to
+evaluate, and `taught.jsonl`, in which each training prompt names its teacher; those without a
+relation, which are few, stand there ten times.
 """
 
+import json
 import random
 from collections.abc import Sequence
 from itertools import combinations, permutations, product
@@ -105,9 +109,29 @@ def _uniform(low: float, high: float, generator: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand((), generator=generator))
 
 
+def taught(prompts: Sequence[str]) -> dict[str, list[str]]:
+    """Return the prompts that say where objects are, and those that say how many there are."""
+    found: dict[str, list[str]] = {"relations": [], "counts": []}
+    for prompt in prompts:
+        found["counts" if parse(prompt).relation is None else "relations"].append(prompt)
+    return found
+
+
 if __name__ == "__main__":
     folder = Path(__file__).parent / "prompts"
     folder.mkdir(exist_ok=True)
     for name, prompts in splits().items():
         (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
         print(f"{name}: {len(prompts)} prompts")  # noqa: T201
+    known = splits()
+    own, shown = taught(known["train"]), taught(known["seen"] + known["unseen"])
+    often = {"relations": 1, "counts": 10}
+    rows = [
+        {"prompt": prompt, "teacher": name}
+        for name, prompts in own.items()
+        for prompt in prompts * often[name]
+    ]
+    (folder / "taught.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, prompts in own.items():
+        (folder / f"{name}.txt").write_text("\n".join(prompts) + "\n")
+        (folder / f"held_out_{name}.txt").write_text("\n".join(shown[name]) + "\n")

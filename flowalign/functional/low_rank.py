@@ -21,8 +21,7 @@ def merged_factors(
     inner, mix = torch.linalg.qr(tall)
     u, s, v = torch.linalg.svd(mix @ wide, full_matrices=False)
     root = s[:rank].sqrt()
-    merged = root[:, None] * v[:rank], (inner @ u[:, :rank]) * root
-    return tuple(_padded(part, like) for part, like in zip(merged, (down[0], up[0]), strict=True))
+    return _padded(root[:, None] * v[:rank], down[0]), _padded((inner @ u[:, :rank]) * root, up[0])
 
 
 def _padded(part: Tensor, like: Tensor) -> Tensor:

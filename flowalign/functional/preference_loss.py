@@ -14,6 +14,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from flowalign.functional.matching import per_row
+
 # Pairs with a reference ---------------------------------------------------------------------------
 
 
@@ -113,6 +115,28 @@ def linear_weight(gap: Float[Tensor, "m"], beta: float, floor: float) -> Float[T
     0.125 beta gap + 1/2.
     """
     return (0.2 * beta * gap + 0.5).clamp(floor, 1 - floor)
+
+
+def with_gradient_scaled(
+    x: Float[Tensor, "n *latent"], scale: Float[Tensor, "n"]
+) -> Float[Tensor, "n *latent"]:
+    """Return x itself, through which `scale` times the gradient of each row flows back."""
+    value = x.detach()
+    return value + per_row(scale, x) * (x - value)
+
+
+@torch.no_grad()
+def balancing_scale(
+    winner: Float[Tensor, "m *latent"], loser: Float[Tensor, "m *latent"]
+) -> Float[Tensor, "m"]:
+    """Return min(1, |winner| / |loser|) of residuals, 1 where the loser's is 0.
+
+    A loss of the difference of squared residuals pulls the prediction by its winner's residual and
+    pushes it by its loser's. Scaled so, the push is never longer than the pull.
+    Source: CPO, arXiv:2601.04300, which balances the two gradients; the rule is our reconstruction.
+    """
+    pull, push = (side.flatten(1).norm(dim=1) for side in (winner, loser))
+    return (pull / push.where(push > 0, 1.0)).where(push > pull, 1.0)
 
 
 def loser_scale(

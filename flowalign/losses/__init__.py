@@ -10,6 +10,7 @@ from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.flow_awr import FlowAWR
+from flowalign.losses.matching.gradient_balance import GradientBalance
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.kvpo import KVPO
 from flowalign.losses.matching.linear_dpo import LinearDPO
@@ -55,6 +56,7 @@ __all__ = [
     "Distance",
     "DivergenceMask",
     "GRPO",
+    "GradientBalance",
     "Hinge",
     "IPO",
     "KTO",

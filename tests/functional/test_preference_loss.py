@@ -12,6 +12,7 @@ from torch.testing import assert_close
 
 from flowalign.functional.preference_loss import (
     auto_beta,
+    balancing_scale,
     beyond_scores,
     exponential_weight,
     hinge_link,
@@ -29,6 +30,7 @@ from flowalign.functional.preference_loss import (
     segment_margin,
     sigmoid_link,
     weighted_score,
+    with_gradient_scaled,
 )
 from tests.fixtures.golden import load
 
@@ -282,3 +284,18 @@ def test_loss_of_mapo_is_the_recorded_one(case, scale):
     policy = torch.cat([recorded[f"{case}.losses_w"], recorded[f"{case}.losses_l"]])
     loss = mapo(policy, 0.1, float(scale), 0.5)
     assert_close(loss.mean(), recorded["loss"], rtol=1e-5, atol=0)
+
+
+def test_a_loser_is_scaled_down_to_the_length_of_the_winner_and_never_up():
+    winner = tensor([[3.0, 4.0], [0.6, 0.8], [0.0, 0.0], [1.0, 0.0]])
+    loser = tensor([[0.0, 10.0], [0.3, 0.4], [2.0, 0.0], [0.0, 0.0]])
+    assert balancing_scale(winner, loser).tolist() == [0.5, 1.0, 0.0, 1.0]
+
+
+def test_what_flows_back_is_scaled_and_the_value_is_not():
+    x = tensor([[2.0], [3.0]], requires_grad=True)
+    y = with_gradient_scaled(x, tensor([0.5, 2.0]))
+    assert torch.equal(y, x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [[2.0], [12.0]]

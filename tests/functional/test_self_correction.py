@@ -120,6 +120,7 @@ def test_points_loss_and_gradient_are_those_of_the_authors_code():
     assert float(loss) == pytest.approx(float(recorded["loss_total"]), rel=1e-5)
     loss.backward()
     for name, weight in policy.weights.items():
+        assert weight.grad is not None
         assert_close(weight.grad.float(), recorded[f"grad_{name}"], atol=1e-5, rtol=2e-4)
 
 

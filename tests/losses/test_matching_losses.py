@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from flowalign.functional.matching import sample_error
 from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
+from flowalign.losses.matching.gradient_balance import GradientBalance
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.losses.matching.links import IPO, Hinge, Sigmoid
@@ -411,6 +412,21 @@ def test_the_safeguard_scales_the_losers_gradient_and_nothing_else(inner):
     assert scale.max() == 1
 
 
+@pytest.mark.parametrize("inner", [DPO(beta=2.0), MaPO(scale=3.0)])
+def test_balance_lets_the_push_of_the_loser_be_no_longer_than_the_pull(inner):
+    policy, reference = opposed()
+    plain, own, free = run_residuals(inner, policy, reference)
+    value, stats, grad = run_residuals(GradientBalance(inner=inner), policy, reference)
+    assert torch.equal(value, plain)
+    assert {k: v for k, v in stats.items() if k != "loser_scale"} == own
+    assert torch.equal(grad[:3], free[:3])
+    a, b = (side.flatten(1).norm(dim=1) for side in policy.chunk(2))
+    scale = (a / b).clamp(max=1)
+    assert_close(grad[3:], scale.reshape(-1, *[1] * (grad.ndim - 1)) * free[3:])
+    assert 0 < scale.min() < 1
+    assert_close(stats["loser_scale"], scale.mean())
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
@@ -427,6 +443,7 @@ def test_the_safeguard_scales_the_losers_gradient_and_nothing_else(inner):
         (lambda: LinearDPO(floor=0.5), "floor is 0.5"),
         (lambda: Safeguard(inner=DPO(), mu=1.1), "mu is 1.1"),
         (lambda: Safeguard(inner=KTO()), "inner is KTO"),
+        (lambda: GradientBalance(inner=KTO()), "inner is KTO"),
         (lambda: KTO(undesirable_weight=0.0), "undesirable_weight is 0.0"),
         (lambda: MaPO(s=0.0), "s is 0.0"),
         (lambda: RWR(rewards={}), "rewards is empty"),

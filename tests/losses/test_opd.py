@@ -9,7 +9,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from flowalign.functional.surrogate import ppo_clip
-from flowalign.functional.transition import CPS, FlowSDE
+from flowalign.functional.transition import CPS, FlowSDE, Kernel
 from flowalign.losses.matching.opd import OPD
 from flowalign.types import Examples, Residuals, Transitions
 from tests.fixtures.golden import load
@@ -88,7 +88,7 @@ V, TAUGHT, BASE = (
 REACHED = tensor([[1.5, 3.0], [0.0, 1.0]])
 
 
-def by_hand(kernel=FlowSDE(), logp_old=(0.0, 0.0)) -> tuple[torch.Tensor, Residuals]:  # noqa: B008
+def by_hand(kernel: Kernel = FlowSDE(), logp_old=(0.0, 0.0)) -> tuple[torch.Tensor, Residuals]:  # noqa: B008
     v = V.clone().requires_grad_()
     steps = Transitions(
         travelled=REACHED,
@@ -136,6 +136,7 @@ def test_a_ratio_beyond_the_clip_stops_a_step_that_was_worse():
     v, residuals = by_hand(logp_old=[logp_of_steps()[0] + 1.0, logp_of_steps()[1]])
     loss, stats = OPD(form="policy_gradient", anchor=0.0, clip=0.1).loss(residuals, rows(2, 2))
     loss.backward()
+    assert v.grad is not None
     assert float(v.grad[0].abs().max()) == 0 < float(v.grad[1].abs().max())
     assert float(stats["clip_frac_low"]) == 0.5
 
@@ -147,7 +148,7 @@ def test_densities_of_cps_are_those_of_its_code():
 
 
 @pytest.mark.parametrize("form", ["sampled", "policy_gradient"])
-def test_over_the_steps_that_may_be_taken_a_sampled_reward_descends_the_kl_and_its_mean_nothing(
+def test_over_all_steps_a_sampled_reward_descends_the_kl_and_its_mean_nothing(
     form,
 ):
     """Slope 2 and std .4: the KL is 4 mean((v - taught)^2) / .32, of two elements."""

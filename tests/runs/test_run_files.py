@@ -62,6 +62,15 @@ NEW = [
     ["configs/shapes.yaml", "configs/methods/awm.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes.yaml", "configs/methods/dgpo.yaml", "configs/tasks/shapes_groups.yaml"],
     ["configs/shapes.yaml", "configs/methods/crd.yaml", "configs/tasks/shapes_groups.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/flow_opd.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/soar.yaml"],
+    *([f"configs/teachers/shapes/{name}.yaml"] for name in ("relations", "counts", "mixed")),
+    ["configs/teachers/shapes/opd.yaml", "configs/teachers/shapes/opd_released.yaml"],
+    *([f"configs/preference/shapes/{name}.yaml"] for name in ("soar", "sft_pictures")),
+    *(
+        ["configs/preference/sdxl_dpo.yaml", f"configs/methods/{name}.yaml"]
+        for name in ("cpo_expert", "cpo")
+    ),
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/credit/shapes/cogni_edit.yaml"],

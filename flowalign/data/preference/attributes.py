@@ -1,9 +1,11 @@
-"""Reads media with texts of good and bad attributes, for target-DPO with an expert.
+"""Reads media with texts of good and bad attributes, for target-DPO and for its expert.
 
 Source: CPO, arXiv:2601.04300, whose loss could not be read: a reconstruction. A medium is compared
 with itself; its winner is to be matched to the expert's velocity for the prompt and the good
 attributes, its loser to that for the bad ones.
 """
+
+from collections.abc import Iterator
 
 from flowalign.data.preference.convert import Keep
 from flowalign.data.preference.dropped import DropReport
@@ -24,14 +26,38 @@ def read_attributes(
         ValueError: The dataset does not exist.
     """
     pairs, report = [], DropReport()
+    for where, record in _with_attributes(path, schema, root, report):
+        pairs += [_pair(record, keep(record.media[i]), where) for i in range(len(record.media))]
+    return pairs, report
+
+
+def read_captions(
+    path: str, schema: str, root: str | None, keep: Keep
+) -> tuple[list[Sample], DropReport]:
+    """Read each such medium as a sample whose prompt names all its attributes, for an expert.
+
+    Raises:
+        ValueError: The dataset does not exist.
+    """
+    samples, report = [], DropReport()
+    for _, record in _with_attributes(path, schema, root, report):
+        caption = ", ".join([record.prompt, *(record.metadata[name] for name in _NAMES)])
+        references = record.request().references
+        samples += [Sample(caption, keep(m), references=references) for m in record.media]
+    return samples, report
+
+
+def _with_attributes(
+    path: str, schema: str, root: str | None, report: DropReport
+) -> Iterator[tuple[str, Record]]:
+    """Yield the rows that have both texts, with their places; report the others."""
     for where, record in open_dataset(path, schema, root).located():
         if record.problem:
             report.add(record.problem)
         elif not all(isinstance(record.metadata.get(name), str) for name in _NAMES):
             report.add("no texts positive and negative", where)
         else:
-            pairs += [_pair(record, keep(record.media[i]), where) for i in range(len(record.media))]
-    return pairs, report
+            yield where, record
 
 
 def _pair(record: Record, medium: Media, where: str) -> Pair:

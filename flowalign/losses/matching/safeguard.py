@@ -11,8 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from typing_extensions import override
 
-from flowalign.functional.matching import per_row
-from flowalign.functional.preference_loss import loser_scale
+from flowalign.functional.preference_loss import loser_scale, with_gradient_scaled
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
 from flowalign.utils.ranges import UnitInterval
 
@@ -57,9 +56,7 @@ class Safeguard(MatchingLoss):
         """Return the inner loss, and its scalars for the log with the mean scale of losers."""
         winner, loser = residuals.policy.chunk(2)
         scale = self._scale(winner, loser)
-        # The value is exactly the loser's; only what flows back is scaled.
-        value = loser.detach()
-        guarded = torch.cat([winner, value + per_row(scale, loser) * (loser - value)])
+        guarded = torch.cat([winner, with_gradient_scaled(loser, scale)])
         loss, stats = self.inner.loss(replace(residuals, policy=guarded), batch, context)
         return loss, stats | {"loser_scale": scale.mean()}
 

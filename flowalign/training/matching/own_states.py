@@ -89,7 +89,7 @@ class OwnStates(DataSource):
     @property
     @override
     def random_steps(self) -> Set[int]:
-        steps = [{*self.sampling.stochastic(self._window(i))} for i in (0, _SEVERAL)]
+        steps = [{*self.sampling.stochastic(self.window(i))} for i in (0, _SEVERAL)]
         return steps[0] & steps[1]
 
     @property
@@ -113,7 +113,8 @@ class OwnStates(DataSource):
             )
         if self.teacher_field is None:
             return
-        found = {where: r.metadata.get(self.teacher_field) for where, r in self._located()}
+        located = located_requests(self.prompts)
+        found = {where: r.metadata.get(self.teacher_field) for where, r in located}
         for where, name in found.items():
             if name not in names:
                 raise ValueError(
@@ -129,7 +130,7 @@ class OwnStates(DataSource):
     @override
     def check(self, run: RunContext) -> None:
         """Raise ValueError if there are no prompts."""
-        self._located()
+        read_requests(self.prompts)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -165,20 +166,14 @@ class OwnStates(DataSource):
         """Prepare the stream; batches are sampled at their steps."""
         return OwnStream(self, learner, Requests(read_requests(self.prompts), seed))
 
-    def window(self, step: int, seed: int) -> tuple[int, ...]:
+    def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
         """Return the random steps of one step of the loop."""
-        return self._window(step, generator(seed, "window", step))
-
-    def _window(self, step: int, draw: torch.Generator | None = None) -> tuple[int, ...]:
-        drawn = torch.Generator() if draw is None else draw
-        return self.sampling.sde_window.steps(self.sampling.num_steps, step, drawn)
+        draw = generator(seed, "window", step)
+        return self.sampling.sde_window.steps(self.sampling.num_steps, step, draw)
 
     def _empty(self) -> Trajectory:
         sigmas = torch.linspace(1, 0, self.sampling.num_steps + 1)
-        return empty_trajectory(self.sampling, self._window(0), plain_requests([""]), sigmas)
-
-    def _located(self) -> list[tuple[str, Request]]:
-        return located_requests(self.prompts)
+        return empty_trajectory(self.sampling, self.window(0), plain_requests([""]), sigmas)
 
 
 class OwnStream(BatchStream):

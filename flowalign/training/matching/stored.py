@@ -9,10 +9,10 @@ import torch
 from typing_extensions import override
 
 from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.attributes import read_attributes
 from flowalign.data.preference.collate import BatchFields, Collator
-from flowalign.data.preference.convert import Keep, fitting, read_pairs, read_samples
+from flowalign.data.preference.convert import fitting
 from flowalign.data.preference.dropped import DropReport
+from flowalign.data.preference.kinds import Kind, read_examples
 from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
@@ -34,7 +34,6 @@ from flowalign.types import Examples, Label, ModelPlan, Personal, Policy
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
-Kind = Literal["pairs", "samples", "attributes"]
 _AHEAD = 2
 _LONGEST_LINE = 300
 
@@ -46,8 +45,8 @@ class StoredDataset(DataSource):
     path: str
     """Dataset: a file, or a folder of parquet files."""
     kind: Kind = "pairs"
-    """Kind of the rows: pairs, samples with binary labels, or attributes, which are media with
-    texts `positive` and `negative` and need a recipe with a teacher."""
+    """pairs; samples with binary labels; attributes: media with texts `positive` and `negative`,
+    which need a teacher; captions: samples of these with both texts, for that teacher."""
     held_out: str | None = None
     """File of pairs that are never trained on, on which the agreement of the policy is evaluated;
     it holds pairs even where `kind` is samples. Null: none."""
@@ -91,14 +90,15 @@ class StoredDataset(DataSource):
         require_ranges(self, "recipe.data")
         if not self.paired and (self.weighting or self.stage_steps):
             raise ValueError(
-                "recipe.data.weighting and stage_steps are of pairs; recipe.data.kind is samples"
+                "recipe.data.weighting and stage_steps are of pairs; recipe.data.kind is "
+                f"{self.kind}"
             )
 
     @property
     @override
     def paired(self) -> bool:
         """Return False for samples only: a medium with attributes is compared with itself."""
-        return self.kind != "samples"
+        return self.kind in ("pairs", "attributes")
 
     @property
     @override
@@ -171,24 +171,6 @@ class StoredDataset(DataSource):
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
         return StoredStream(self, learner.policy, seed, learner.processes, requires, log)
 
-    def read(
-        self, path: str, kind: Kind, requires: Set[Label], keep: Keep
-    ) -> tuple[list[Example], DropReport]:
-        """Read the pairs or samples of a file, and a report of what was dropped."""
-        if kind == "samples":
-            labelled = "labels" in requires
-            samples, dropped = read_samples(
-                path, self.schema, self.root, self.dimensions, labelled, keep
-            )
-            return list(samples), dropped
-        if kind == "attributes":
-            pairs, dropped = read_attributes(path, self.schema, self.root, keep)
-            return list(pairs), dropped
-        pairs, dropped = read_pairs(
-            path, self.schema, self.root, self.dimensions, self.mixed_shapes, keep
-        )
-        return list(pairs), dropped
-
 
 class StoredStream(BatchStream):
     """Serves batches of a dataset that has been read and encoded."""
@@ -212,7 +194,7 @@ class StoredStream(BatchStream):
         self.texts = PromptEmbeddingCache(unguided, folder, processes=processes)
         self.examples = self._training_examples(requires)
         self.order = EpochSampler(seed, [self._available_from(e) for e in self.examples])
-        compared: Kind = "pairs" if cfg.kind == "samples" else cfg.kind
+        compared: Kind = cfg.kind if cfg.paired else "pairs"
         shown = self._encoded(cfg.held_out, compared, requires) if cfg.held_out else []
         fields = BatchFields.of(self.examples)
         fields.check(requires, cfg.path)
@@ -272,7 +254,9 @@ class StoredStream(BatchStream):
     def _encoded(self, path: str, kind: Kind, requires: Set[Label]) -> list[Example]:
         """Read and encode a file, and drop what cannot be encoded."""
         queue = EncodeQueue(self.latents, self.cfg.flip > 0)
-        examples, dropped = self.cfg.read(path, kind, requires, queue.take)
+        cfg, labelled = self.cfg, "labels" in requires
+        where = path, cfg.schema, cfg.root, cfg.dimensions, cfg.mixed_shapes
+        examples, dropped = read_examples(kind, *where, labelled, queue.take)
         queue.finish()
         examples = fitting(examples, self.texts.policy.takes, dropped)
         self.texts.prepare(all_requests(examples, self.cfg.prompt_dropout > 0))

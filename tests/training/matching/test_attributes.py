@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from flowalign.data.preference.attributes import read_attributes
+from flowalign.data.preference.attributes import read_attributes, read_captions
 from flowalign.functional.matching import noised
 from flowalign.losses.matching.dpo import DPO
 from flowalign.training.matching.batches import on
@@ -65,6 +65,18 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
     ]
     assert tally.dropped == {"no texts positive and negative": 1}
     assert tally.examples == {"no texts positive and negative": ["attributes.jsonl row 3"]}
+
+
+def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
+    samples, tally = read_captions(str(dataset), "auto", None, lambda medium: medium)
+    captions = [sample.prompt for sample in samples]
+    assert captions == ["a, sharp, blurred, grey", "aa, bright colours, dark"]
+    assert tally.dropped == {"no texts positive and negative": 1}
+    cfg = StoredDataset(path=str(dataset), kind="captions", batch_size=2, max_dropped_fraction=0.5)
+    assert not cfg.paired
+    (batch,) = cfg.open(new_learner(), new_rewards(), 0).batches([0])
+    lengths = sorted(batch.examples.cond["length"][:, 0].tolist())
+    assert lengths == sorted(float(len(caption)) for caption in captions)
 
 
 def test_winner_and_loser_share_the_medium_and_miss_what_the_expert_says_of_each(dataset, expert):

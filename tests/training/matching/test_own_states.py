@@ -191,27 +191,23 @@ def run_of(folder: Path, kind: str, processes: Processes = ALONE, steps: int = 3
     return flat(learner.policy.denoiser), kept
 
 
-def early(name: str, metrics) -> float:
-    return sum(m[name] for m in metrics[:5]) / 5
+@pytest.mark.parametrize("loss", [SFT(on="all"), OPD(anchor=0.0)])
+def test_the_student_comes_to_agree_with_both_teachers(tmp_path, loss):
+    """Measured on the states that it visited at first; later ones are others."""
+    cfg, learner = taught(tmp_path, loss=loss, times_per_sample=3)
+    stream = states(tmp_path, RANDOM | {"samples_per_prompt": 64}).open(learner, new_rewards(), 0)
+    data = drawn(cfg, learner, batch_of(stream, 99))
 
+    def missed() -> float:
+        points = cfg.points.of(data, learner.policy, None)
+        fields = evaluated_fields(cfg, learner)
+        with torch.no_grad():
+            residuals = matching_residuals(cfg, learner.policy, points, fields)
+        return float(cfg.loss.loss(residuals, points.examples)[0])
 
-def late(name: str, metrics) -> float:
-    return sum(m[name] for m in metrics[-5:]) / 5
-
-
-@pytest.mark.parametrize("loss", [SFT(on="all"), OPD(anchor=0.0), OPD(form="sampled", clip=0.2)])
-def test_the_student_comes_to_agree_with_a_teacher_where_it_goes(tmp_path, loss):
-    teacher = other_policy(5)
-    with torch.no_grad():
-        teacher.denoiser[-1].weight.mul_(0.3)
-    (tmp_path / "red").mkdir()
-    teacher.save_weights(str(tmp_path / "red"))
-    only = {"red": Teacher(path=str(tmp_path / "red"))}
-    cfg, learner = taught(tmp_path, loss=loss, teachers=only, times_per_sample=3)
-    data = states(tmp_path, RANDOM | {"samples_per_prompt": 64}, teachers=("red",))
-    metrics = train(cfg, learner, data.open(learner, new_rewards(), 0), 30)
-    name = "error" if isinstance(loss, SFT) else "teacher_kl"
-    assert late(name, metrics) < 0.6 * early(name, metrics)
+    before = missed()
+    train(cfg, learner, stream, 25)
+    assert missed() < 0.7 * before
 
 
 @pytest.mark.parametrize("kind", ["regression", "gradient"])

@@ -1,0 +1,39 @@
+"""Read the kinds of examples that a stored dataset can be trained on as."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from flowalign.data.preference.attributes import read_attributes, read_captions
+from flowalign.data.preference.convert import Keep, read_pairs, read_samples
+from flowalign.data.preference.dropped import DropReport
+from flowalign.data.preference.pairs import Example
+
+Kind = Literal["pairs", "samples", "attributes", "captions"]
+"""Kind of the rows of a dataset: pairs, samples with binary labels, media that are compared with
+themselves under texts of good and bad attributes, and samples of these with both in the prompt."""
+
+
+def read_examples(
+    kind: Kind,
+    path: str,
+    schema: str,
+    root: str | None,
+    dimensions: Sequence[str],
+    mixed_shapes: bool,
+    labelled: bool,
+    keep: Keep,
+) -> tuple[list[Example], DropReport]:
+    """Read the examples of a file, and a report of what was dropped.
+
+    Raises:
+        ValueError: The dataset does not exist, or has no such dimension.
+    """
+    if kind == "pairs":
+        pairs, dropped = read_pairs(path, schema, root, dimensions, mixed_shapes, keep)
+        return [*pairs], dropped
+    if kind == "samples":
+        samples, dropped = read_samples(path, schema, root, dimensions, labelled, keep)
+        return [*samples], dropped
+    read = read_attributes if kind == "attributes" else read_captions
+    examples, dropped = read(path, schema, root, keep)
+    return [*examples], dropped
