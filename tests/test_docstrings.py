@@ -2,9 +2,7 @@
 
 import ast
 
-import pytest
-
-from tests.test_architecture import FILES, ROOT
+from tests.test_architecture import found_in_files
 
 FRAGMENTS = ("Of", "As", "Those", "Never", "Nothing", "Always", "Also", "Ditto")
 """First words of docstrings that are no sentence of their own."""
@@ -27,9 +25,8 @@ def opening_faults(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_docstrings_begin_as_a_sentence_or_an_imperative(path):
-    assert opening_faults(path.read_text()) == []
+def test_docstrings_begin_as_a_sentence_or_an_imperative():
+    assert found_in_files(opening_faults) == {}
 
 
 def test_the_measure_finds_fragments():

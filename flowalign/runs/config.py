@@ -224,9 +224,9 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
         check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, Run):
             raise ConfigError(f"{origin_of(origins, key) or shown}: {key} is {what}")
-        text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
         built = parser.instantiate_classes(parsed)
         run = Run(**{name: built[name] for name in Run.__dataclass_fields__})
+        text = parser.dump(parsed, skip_none=False, skip_validation=True)  # it was, by parsing
     except (ValueError, TypeError, ArgumentError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -33,18 +33,18 @@ def test_the_numbers_of_all_verbs_are_found():
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-@pytest.mark.parametrize("text", ["-1", "x", "", "nan", "inf", "1" * 5000])
-def test_every_number_has_a_range_that_no_nonsense_is_in(name, text):
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is .*; it must be "):
-        NUMBERS[name].type(text)
+def test_every_number_has_a_range_that_no_nonsense_is_in(name):
+    for text in ("-1", "x", "", "nan", "inf", "1" * 5000):
+        with pytest.raises(argparse.ArgumentTypeError, match=r"is .*; it must be "):
+            NUMBERS[name].type(text)
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_every_default_is_in_the_range_of_its_option(name):
-    default = NUMBERS[name].default
-    for value in default if isinstance(default, list) else [default]:
-        if isinstance(value, int | float):
-            assert NUMBERS[name].type(str(value)) == value
+def test_every_default_is_in_the_range_of_its_option():
+    for name, action in NUMBERS.items():
+        default = action.default
+        for value in default if isinstance(default, list) else [default]:
+            if isinstance(value, int | float):
+                assert action.type(str(value)) == value, name
 
 
 @pytest.mark.parametrize(

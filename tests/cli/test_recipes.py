@@ -19,13 +19,13 @@ def told(capsys, *words: str) -> tuple[object, str, str]:
     return ended.value.code, said.out, said.err
 
 
-@pytest.mark.parametrize("file", RUN_FILES, ids=str)
-def test_every_run_file_has_a_label_and_says_what_it_is(file):
-    recipe = NAMES[file.relative_to("configs").with_suffix("").as_posix()]
-    assert recipe.label in ("run on a GPU", "run on CPU", "checked only")
-    assert len(recipe.about) > 10
-    assert not recipe.about.startswith("[")
-    assert file.read_text().count(f"[{recipe.label}]") == 1
+def test_every_run_file_has_a_label_and_says_what_it_is():
+    for file in RUN_FILES:
+        recipe = NAMES[file.relative_to("configs").with_suffix("").as_posix()]
+        assert recipe.label in ("run on a GPU", "run on CPU", "checked only"), file
+        assert len(recipe.about) > 10, file
+        assert not recipe.about.startswith("["), file
+        assert file.read_text().count(f"[{recipe.label}]") == 1, file
 
 
 def test_nothing_that_needs_a_gpu_is_said_to_have_run():

@@ -61,6 +61,7 @@ def train_pixels(folder: Path, monkeypatch, recipe: dict, **changes) -> dict:
     return train(start(run, settings, lambda _: None))
 
 
+@pytest.mark.slow
 def test_the_credit_method_that_is_shown_trains(tmp_path, monkeypatch, written):
     written("my_credit")
     summary = train_pixels(tmp_path, monkeypatch, {"credit": {"class_path": "my_credit.Merit"}})

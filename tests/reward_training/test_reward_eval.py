@@ -230,6 +230,7 @@ def noisy(prompts=60):
     return rows
 
 
+@pytest.mark.slow
 def test_parquet_and_jsonl_are_the_same_table(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -146,13 +146,13 @@ def holding(annotation: Any, value: float) -> Any:
     return next((one for one in held if one is not None), None)
 
 
-@pytest.mark.parametrize("cls", components(), ids=lambda cls: cls.__name__)
-def test_every_number_of_a_run_file_says_its_range(cls):
+def test_every_number_of_a_run_file_says_its_range():
     """A new setting without one fails here; ids are not numbers that anyone sets."""
-    for name, annotation in numbers(cls).items():
-        bare = [part for part in parts(annotation) if part in (int, float)]
-        ranged = [part for part in parts(annotation) if get_origin(part) is Annotated]
-        assert len(bare) == len(ranged), f"{name}: {annotation} has a number without a range"
+    for cls in components():
+        for name, annotation in numbers(cls).items():
+            bare = [part for part in parts(annotation) if part in (int, float)]
+            ranged = [part for part in parts(annotation) if get_origin(part) is Annotated]
+            assert len(bare) == len(ranged), f"{cls.__name__}.{name}: {annotation} has no range"
 
 
 @pytest.mark.parametrize("value", NEVER)

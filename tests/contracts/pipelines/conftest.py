@@ -55,12 +55,13 @@ def qwen_edit(tmp_path_factory) -> Family:
     return qwen_edit_family(build_qwen(folder / "edit", edits=True), other)
 
 
-EDITING = [
-    pytest.param(name, marks=pytest.mark.slow) for name in ("kontext", "fill", "qwen", "qwen_edit")
+FURTHER = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("flux1", "kontext", "fill", "qwen", "qwen_edit")
 ]
 
 
-@pytest.fixture(params=["sd3", "flux1", *EDITING])
+@pytest.fixture(params=["sd3", *FURTHER])
 def family(request) -> Family:
     return SD3_FAMILY if request.param == "sd3" else request.getfixturevalue(request.param)
 

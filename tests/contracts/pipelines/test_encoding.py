@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from assets.shapes.world import render
-from flowalign.functional.resizing import covering
+from flowalign.functional.resizing import covering, hole_within
+from flowalign.types import Reference
+from pipelines.references import cropped
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.families import assert_one_time_per_row
 
@@ -55,3 +57,19 @@ def test_the_name_of_the_text_encoder_depends_on_the_length_of_prompts():
 def test_the_name_of_the_text_encoder_tells_guided_conditions_apart():
     plain, guided = new_sd3(guidance=1.0).encoders(), new_sd3(guidance=3.0).encoders()
     assert (plain[0] == guided[0], plain[1] == guided[1]) == (True, False)
+
+
+def test_a_hole_counts_where_the_crop_keeps_it():
+    """Of 2 x 4 pixels a square keeps the two columns in the middle."""
+    mask = torch.zeros(1, 3, 2, 4)
+    mask[..., 0] = 1
+    assert not hole_within(mask, 2, 2).any()
+    mask[..., 1, 2] = 1
+    assert hole_within(mask, 2, 2).tolist() == [[[[False, False], [False, True]]]]
+    assert hole_within(mask, 2, 4)[0, 0, :, 0].all()
+
+
+def test_a_crop_has_a_pixel_at_least():
+    thin = Reference("thin", "5 x 1", lambda: torch.rand(1, 3, 5, 1))
+    assert cropped(thin, 3.0).size == (1, 1)
+    assert cropped(thin, 0.5).size == (1, 2)

@@ -1,7 +1,7 @@
-"""SD3 and FLUX.1 satisfy the contract of policies."""
+"""SD3 satisfies the contract of policies and, as slow tests, FLUX.1 and further families do."""
 
 from tests.fixtures.policy_contract import PictureContract
 
 
 class TestPictures(PictureContract):
-    """On both families of the fixture `family`."""
+    """On the families of the fixture `family`."""

@@ -300,6 +300,7 @@ def metrics(folder) -> list[dict]:
 
 
 @pytest.mark.parametrize("after", [1, 3])
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch, after):
     monkeypatch.setattr(report, "chart", lambda panel: BLANK)
     straight, broken = tmp_path / "straight", tmp_path / "broken"

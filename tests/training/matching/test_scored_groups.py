@@ -329,6 +329,7 @@ def matching(cfg, **changes) -> Matching:
     return as_recipe(recipe(loss=Weighed(), **changes), cfg)
 
 
+@pytest.mark.slow
 def test_resuming_equals_never_having_stopped_bit_for_bit(tmp_path):
     def whole(folder):
         cfg = groups(

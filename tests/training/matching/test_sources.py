@@ -880,6 +880,7 @@ def on_two(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.slow
 def test_two_processes_make_the_updates_and_metrics_of_one(on_two, name):
     first, second = (torch.load(on_two / f"{name}{rank}", weights_only=True) for rank in (0, 1))
     assert torch.equal(first[0], second[0]), "ranks hold different weights"

@@ -125,6 +125,7 @@ def test_a_failed_reward_is_not_counted_and_stops_nothing(tmp_path):
     assert [row.valid for row in rows] == [[8, 8, 8, 0]] * 3
 
 
+@pytest.mark.slow
 def test_the_run_samples_with_what_it_found_and_resumes_with_the_same(tmp_path):
     run = new_run(tmp_path / "run")
     runs.train(begin(run))

@@ -147,6 +147,7 @@ def test_boundaries_come_from_the_states_of_everyone():
 
 @pytest.mark.parametrize("surrogate", [PPOClip(0.2), LogHinge(0.2)])
 @pytest.mark.parametrize("sizes", [[1, 2], "latent_change"], ids=str)
+@pytest.mark.slow
 def test_chunks_raise_a_reward_that_can_be_learned(surrogate, sizes):
     cfg = new_recipe(
         {"samples_per_prompt": 8}, algorithm=GRPO(surrogate, chunk_sizes=sizes), epochs_per_step=2

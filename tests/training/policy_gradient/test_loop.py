@@ -110,6 +110,7 @@ SURROGATES = [
 
 
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
+@pytest.mark.slow
 def test_every_surrogate_raises_a_reward_that_can_be_learned(surrogate):
     cfg = new_recipe(
         {"samples_per_prompt": 8}, algorithm=GRPO(surrogate, kl_coef=1e-3), epochs_per_step=2

@@ -218,6 +218,7 @@ def test_the_plan_says_what_rendering_takes_and_what_lowers_it(prompts):
         cheap.plan(context(Guided()), PixelPolicy().plan(), 4)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(prompts, tmp_path):
     run = new_run(tmp_path / "run", rewards=[SmoothRedness()])
     made = recipe(prompts, DRaFTLV(), kl=0.2)
