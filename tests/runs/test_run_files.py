@@ -57,6 +57,7 @@ NEW = [
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
     ["configs/shapes_draft.yaml"],
+    ["configs/shapes_draft.yaml", "configs/tasks/shapes_hyper_align.yaml"],
     *(
         ["configs/reward_gradient/sd35_medium.yaml", f"configs/methods/{method}.yaml"]
         for method in ("refl", "draft_lv", "drtune", "leap_align", "flowbp_sparse")
