@@ -113,7 +113,7 @@ STUDY = Study(
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "kl": {"kl": 0.1},
+    "kl": {"kl": 5.0},
     "relative": {"relative": WORDS},
 }
 """Settings of the recipe in runs of --long."""
