@@ -107,12 +107,13 @@ STUDY = Study(
         },
     },
     budget=31_000,
-    rates=(1e-3, 2e-3),
+    rates=(3e-4, 1e-3),
     steps=steps_of,
+    evaluations=3,
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "alone": {},
-    "kl": {"kl": 0.1},
+    "kl": {"kl": 5.0},
     "relative": {"relative": WORDS},
 }
 """Settings of the recipe in runs of --long."""
@@ -136,9 +137,8 @@ def longer(args: argparse.Namespace) -> dict[str, Any]:
     for name, variant in VARIANTS.items():
         recipe = STUDY.settings.get(args.long, {}).get("recipe", {}) | variant
         more = {"recipe": recipe} if recipe else {}
-        place, evaluation = args.folder / f"{name}.yaml", evaluated(args, steps)
-        evaluation["every"] = max(1, evaluation["every"] // 2)
-        overlay(place, steps, rate, evaluation, more)
+        evaluation = evaluated(args, steps, 2 * LENGTH)
+        overlay(args.folder / f"{name}.yaml", steps, rate, evaluation, more)
         compared(some, args, name)
     runs = finished(some, args.folder)
     return {"connection": args.long, "histories": histories(runs, MEASURES)}

@@ -24,8 +24,8 @@ from flowalign.runs.compare import Request, Single, curve, held_out, read
 from flowalign.utils.tracking import read_metrics
 
 HERE = Path(__file__).parent
-IMAGES, EVALUATIONS = 512, 5
-"""Images of an evaluation, and evaluations after the first."""
+IMAGES = 512
+"""Images of an evaluation."""
 TUNING_SEED = 100
 TRAIN = "assets/shapes/prompts/train.txt"
 HELD_OUT = {name: f"assets/shapes/prompts/{name}.txt" for name in ("seen", "unseen")}
@@ -55,6 +55,8 @@ class Study:
     """Settings of methods that no file has."""
     steps: Callable[[Sequence[str], Path, int], int] = measured_steps
     """Returns the steps of a budget, from run files and a folder for trials."""
+    evaluations: int = 5
+    """Evaluations of a run after its first."""
 
 
 def run(*argv: str) -> None:
@@ -91,9 +93,9 @@ def overlay(
     return str(place)
 
 
-def evaluated(args: argparse.Namespace, steps: int) -> dict[str, Any]:
-    """Return how a run that is compared is evaluated."""
-    return {"prompts": HELD_OUT, "num_prompts": args.images, "every": -(-steps // EVALUATIONS)}
+def evaluated(args: argparse.Namespace, steps: int, times: int) -> dict[str, Any]:
+    """Return how a run that is compared is evaluated, so often after its first evaluation."""
+    return {"prompts": HELD_OUT, "num_prompts": args.images, "every": -(-steps // times)}
 
 
 def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
@@ -117,7 +119,7 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
         found[rate] = trained(place / f"{rate:g}", options)["after"]["strict"]
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
     best = max(found, key=found.__getitem__)
-    overlay(chosen, steps, best, evaluated(args, steps), more)
+    overlay(chosen, steps, best, evaluated(args, steps, study.evaluations), more)
     return chosen
 
 

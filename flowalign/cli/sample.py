@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -122,14 +122,9 @@ def _job(args: argparse.Namespace) -> "Job":
         "seed": seed,
     }
     distillation = _distillation(args, run_file)
-    if distillation:
-        settings["reward_sds"] = asdict(distillation.cfg) | {
-            "levels": list(distillation.cfg.levels)
-        }
-        settings |= {name: yaml.safe_load(text)[name] for name in ("rewards", "reward_weights")}
     return Job(
         run_file,
-        settings,
+        settings | (_distilled(distillation, yaml.safe_load(text)) if distillation else {}),
         requests[: args.limit],
         args.count,
         num_steps,
@@ -162,6 +157,12 @@ def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | 
     if cfg.weighting != "none":
         rewards.check_weights()
     return Distillation(cfg, rewards.weighted())
+
+
+def _distilled(distillation: "Distillation", settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of an optimisation that decide a picture, as JSON gives them back."""
+    cfg = json.loads(json.dumps(asdict(distillation.cfg)))
+    return {"reward_sds": cfg} | {name: settings[name] for name in ("rewards", "reward_weights")}
 
 
 def _hashed(requests: "Sequence[Request]") -> str:

@@ -81,6 +81,7 @@ NEW = [
     ["configs/shapes_flow_nrg.yaml"],
     ["configs/credit/shapes/latent_gain.yaml"],
     ["configs/credit/shapes/euphonium.yaml"],
+    ["configs/shapes_draft.yaml", "configs/tasks/shapes_hyper_align.yaml"],
     *(
         ["configs/reward_gradient/sd35_medium.yaml", f"configs/methods/{method}.yaml"]
         for method in ("refl", "draft_lv", "drtune", "leap_align", "flowbp_sparse")
