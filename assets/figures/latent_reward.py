@@ -42,7 +42,8 @@ from reward_models.trained import TrainedReward
 
 HERE = Path(__file__).parent
 DIMS = ("colour", "shape", "count", "position", "clean")
-LEVELS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+LEVELS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9)
+"""Noise levels; at 1 the states of a pair are equal."""
 SCALES = (0.0, 0.5, 1.0, 2.0, 4.0)
 PROMPTS, COPIES, STEPS, WINDOW = 96, 4, 8, (0, 3)
 CREDITED, GROUP, GUIDED = 16, 12, 256
@@ -96,7 +97,10 @@ class Agreement:
 
 
 def by_level(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
-    """Return pair accuracy at each noise level; the pictures of a prompt share noise."""
+    """Return pair accuracy at each noise level; the pictures of a prompt share noise.
+
+    The truth is the mean of the dimensions, and then the verifier of each dimension alone.
+    """
     requests = [request for request in held_out(PROMPTS) for _ in range(COPIES)]
     seeds = [generator(0, "latent figure", i) for i in range(len(requests))]
     x = generate(policy, requests, STEPS, seeds, 128)
@@ -105,15 +109,18 @@ def by_level(policy: SD3, latent: TrainedLatentReward) -> dict[str, Any]:
     pixel = {"verifier": ShapesVerifier(), "learned": TrainedReward("assets/shapes/preference")}
     truth = {name: total(reward, media, prompts) for name, reward in pixel.items()}
     against = {name: Agreement(value, group) for name, value in truth.items()}
+    verified = pixel["verifier"].score(MediaBatch(media, prompts)).values
+    alone = {dim: Agreement(verified[:, d], group) for d, dim in enumerate(DIMS)}
     noise = torch.randn(PROMPTS, *x.shape[1:], generator=generator(0, "shared noise"))[group]
     rows = []
     for level in LEVELS:
         with torch.no_grad():
             noised, sigma = (1 - level) * x + level * noise, torch.tensor(level)
-            score = latent.score(noised, sigma, cond).mean(1)
-        rows.append({"sigma": level} | {name: one.of(score) for name, one in against.items()})
+            score = latent.score(noised, sigma, cond)
+        row = {"sigma": level} | {name: one.of(score.mean(1)) for name, one in against.items()}
+        rows.append(row | {dim: one.of(score[:, d]) for d, (dim, one) in enumerate(alone.items())})
     return {
-        "pairs": {name: len(one.sign) for name, one in against.items()},
+        "pairs": {name: len(one.sign) for name, one in (against | alone).items()},
         "learned with the verifier": against["verifier"].of(truth["learned"]),
         "levels": rows,
     }
@@ -193,7 +200,7 @@ def by_scale(policy: SD3, latent: TrainedLatentReward) -> list[dict[str, Any]]:
 
 def measured(folder: str) -> dict[str, Any]:
     """Return all figures of the reward in a folder."""
-    policy, latent = loaded(), TrainedLatentReward(folder)
+    policy, latent = loaded(), TrainedLatentReward(folder, units="calibrated")
     latent.attach(policy)
     return {
         "reward": json.loads((Path(folder) / "config.json").read_text())["figures"],
@@ -216,6 +223,7 @@ def draw(found: dict[str, Any]) -> None:
         _curve(middle, [r["step"] for r in rows], [r["signs alike"] for r in rows], text)
     middle.set(xlabel="denoising step", ylabel="share of credits of one sign")
     middle.set_xticks(range(*WINDOW))
+    middle.set_ylim(0.35, 1.0)
     for axes in (left, middle):
         axes.axhline(0.5, color="#999999", lw=0.8)
     rows = found["guidance"]

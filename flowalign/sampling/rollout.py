@@ -10,7 +10,13 @@ from torch import Tensor
 
 from flowalign.functional.entropy import merged_schedule
 from flowalign.functional.solver import second_order_step, thinned_schedule
-from flowalign.functional.transition import FlowSDE, log_density, sample_next, transition
+from flowalign.functional.transition import (
+    FlowSDE,
+    Gaussian,
+    log_density,
+    sample_next,
+    transition,
+)
 from flowalign.sampling.completion import BatchedCompletion, CompletionRequest, velocity
 from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import frame_windows, shared_outside
@@ -41,7 +47,6 @@ def sample(
     noise = _Noise(policy, cfg, steps, trajectory, generators)
     rows, x = trajectory.rows, cfg.states.rounded(noise.start)
     completion, ode, means = BatchedCompletion(trajectory, finish), _ODE(cfg, steps), {}
-    noisy, skipped = cfg.stochastic(steps), cfg.skipped(steps)
     states, hidden = dict[int, Tensor](), dict[int, Tensor]()
 
     def put(k: int) -> None:
@@ -50,7 +55,7 @@ def sample(
 
     put(0)
     for k in range(cfg.num_steps):
-        if k in skipped:
+        if k in cfg.skipped(steps):
             put(k + 1)
             continue
         eta, distinct = trajectory.eta[:, k], (rows.select(x, k), rows.unique_rows(k))
@@ -59,10 +64,9 @@ def sample(
         if isinstance(field, Observed):
             hidden[k] = field.take(len(distinct[1])).cpu()
         distribution = transition(cfg.kernel, x, v, trajectory.sigmas, k, eta)
-        pushed = _pushed(policy, cfg, trajectory, k, x)
-        deterministic = ode.next(distribution.mean, x, v, trajectory.sigmas, k)
-        x = sample_next(distribution, noise.of(k)) if k in noisy else deterministic
-        x = x if pushed is None else x + pushed
+        drawn = _pushed(policy, cfg, trajectory, k, x, distribution)
+        deterministic = ode.next(drawn.mean, x, v, trajectory.sigmas, k)
+        x = sample_next(drawn, noise.of(k)) if k in cfg.stochastic(steps) else deterministic
         x = cfg.states.rounded(rows.share(x, k + 1))
         trajectory.logp[:, k] = log_density(cfg.kernel, x, distribution).where(eta > 0, 0.0)
         if keep.means and k in steps:
@@ -113,16 +117,22 @@ def concat_trajectories(parts: Sequence[Trajectory]) -> Trajectory:
 
 
 def _pushed(
-    policy: Policy, cfg: Sampling, trajectory: Trajectory, k: int, x: Float[Tensor, "B *latent"]
-) -> Float[Tensor, "B *latent"] | None:
-    """Return what guidance adds after step k, computed once for each distinct state."""
+    policy: Policy,
+    cfg: Sampling,
+    trajectory: Trajectory,
+    k: int,
+    x: Float[Tensor, "B *latent"],
+    plain: Gaussian,
+) -> Gaussian:
+    """Return the distribution that guidance draws step k from, computed for distinct states."""
     guidance, rows = cfg.reward_guidance, trajectory.rows
     if guidance is None or not guidance.active(trajectory.sigmas, k):
-        return None
+        return plain
     step = GuidedStep(trajectory.sigmas, k, cfg.kernel, rows.select(trajectory.eta[:, k], k))
     asked = (rows.unique_rows(k) // trajectory.group_size).to(x.device)
     states = rows.select(x, k), step, trajectory.cond, asked
-    return rows.expand(pushes(guidance, policy, *states, cfg.micro_batch), k)
+    push = rows.expand(pushes(guidance, policy, *states, cfg.micro_batch), k)
+    return Gaussian(plain.mean + push, plain.std)
 
 
 def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:

@@ -82,6 +82,11 @@ class Sampling:
                 "sampling.reward_guidance pushes all frames, but frame_window "
                 f"{type(self.frame_window).__name__} shares some: set one of them to null"
             )
+        if self.tail_ratio is not None and self.reward_guidance is not None:
+            raise ValueError(
+                f"sampling.reward_guidance pushes single steps, but tail_ratio {self.tail_ratio} "
+                "makes steps of second order: set one of them to null"
+            )
         self._check_untrained_steps()
 
     def _check_untrained_steps(self) -> None:

@@ -130,6 +130,8 @@ def test_weights_of_unknown_dimensions_are_refused():
             FlowNRG(reward=LatentRedness(), weights=weights, scale=1.0)
 
 
-def test_guidance_of_frames_that_samples_share_is_refused():
+def test_guidance_of_frames_that_samples_share_and_of_second_order_steps_is_refused():
     with pytest.raises(ValueError, match=r"frame_window FixedFrames shares some"):
         Sampling(reward_guidance=nrg(), frame_window=FixedFrames(0, 1))
+    with pytest.raises(ValueError, match=r"tail_ratio 0.5 makes steps of second order"):
+        Sampling(reward_guidance=nrg(), tail_ratio=0.5)

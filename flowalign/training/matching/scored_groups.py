@@ -71,11 +71,6 @@ class ScoredGroups(RolloutSettings, DataSource):
 
     @property
     @override
-    def takes_process(self) -> bool:
-        return False
-
-    @property
-    @override
     def needs_means(self) -> bool:
         return False
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
@@ -14,7 +14,7 @@ from flowalign.training import checks
 from flowalign.training.policy_gradient.chunks import check_chains
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import Recipe
-from flowalign.training.rollouts.settings import RolloutSettings
+from flowalign.training.rollouts.settings import RolloutSettings, refuse_process
 from flowalign.types import CreditEstimator, PolicyLoss
 from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 
@@ -22,6 +22,8 @@ from flowalign.utils.ranges import NonNegativeFloat, PositiveInt, require_ranges
 @dataclass(frozen=True, kw_only=True)
 class Settings(RolloutSettings):
     """Configures what to sample, how to credit it, and what to optimise."""
+
+    clips_process: ClassVar[bool] = True
 
     credit: CreditEstimator = field(default_factory=Outcome)
     """Method that assigns credit to denoising steps, a class of `flowalign.credit`."""
@@ -60,8 +62,11 @@ class Settings(RolloutSettings):
                     f"recipe.sampling.sde_window {type(self.sampling.sde_window).__name__} chooses "
                     "no step to train; choose another, such as flowalign.sampling.AllButLast"
                 )
-            self.requested(steps)
-            if self.algorithm.chunks is not None or self.algorithm.span is not None:
+            algorithm = self.algorithm
+            alone = algorithm.pairs or algorithm.needs_best or algorithm.span is not None
+            if self.requirements(steps).credit.process is not None and alone:
+                refuse_process("recipe", self.credit)
+            if algorithm.chunks is not None or algorithm.span is not None:
                 check_chains(self.empty_trajectory(steps))
         if self.algorithm.pairs and self.updates_per_step > self.prompts_per_step:
             raise ValueError(
@@ -122,11 +127,6 @@ class Settings(RolloutSettings):
         if self.algorithm.chunks == "latent_change":
             return tuple(range(self.sampling.num_steps + 1))
         return tuple(sorted({*steps, *(k + 1 for k in steps), *self.credited(steps)}))
-
-    @property
-    @override
-    def takes_process(self) -> bool:
-        return not (self.algorithm.pairs or self.algorithm.needs_best)
 
     @property
     @override

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 
@@ -24,6 +24,8 @@ class RolloutSettings(Comparison, ABC):
 
     key: ClassVar[str] = "recipe"
     """Key of these settings in run files, for messages."""
+    clips_process: ClassVar[bool] = False
+    """Whether process rewards can be trained beside the credit of outcomes, clipped apart."""
 
     sampling: Sampling
     """How the trajectories of a prompt are drawn."""
@@ -54,11 +56,6 @@ class RolloutSettings(Comparison, ABC):
     @abstractmethod
     def needs_means(self) -> bool:
         """Return whether a rollout keeps the means of trained transitions."""
-
-    @property
-    @abstractmethod
-    def takes_process(self) -> bool:
-        """Return whether process rewards are trained beside the credit of outcomes."""
 
     def check_comparison(self) -> None:
         """Raise ValueError if samples cannot be compared so."""
@@ -130,12 +127,8 @@ class RolloutSettings(Comparison, ABC):
                 f"{self.key}.advantage_scale is {self.advantage_scale}, but "
                 f"{type(method).__name__} gives {advised}"
             )
-        if needs.credit.process is not None and not self.takes_process:
-            raise ValueError(
-                f"{self.key}.credit is {type(method).__name__}, whose process rewards only GRPO on "
-                "transitions clips apart, with a surrogate that needs no best sample;\n"
-                "choose flowalign.credit.LatentGain, or recipe.algorithm flowalign.losses.GRPO"
-            )
+        if needs.credit.process is not None and not self.clips_process:
+            refuse_process(self.key, method)
         between = sorted({k for k, _ in needs.requested if k < self.sampling.num_steps})
         if between and self.sampling.tail_ratio is not None:
             raise ValueError(
@@ -151,3 +144,12 @@ class RolloutSettings(Comparison, ABC):
                 f"{self.key}.credit to flowalign.credit.LambdaReturn"
             )
         return needs
+
+
+def refuse_process(key: str, method: CreditEstimator) -> NoReturn:
+    """Raise ValueError: nothing would train the process rewards of this credit method."""
+    raise ValueError(
+        f"{key}.credit is {type(method).__name__}, whose process rewards only GRPO on transitions "
+        "clips apart, with a surrogate that needs no best sample;\n"
+        "choose flowalign.credit.LatentGain, or recipe.algorithm flowalign.losses.GRPO"
+    )
