@@ -66,8 +66,7 @@ class LogSigmoidCentred:
         for where, request in located:
             for dim, column in self.reference_columns.items():
                 found = request.metadata.get(column)
-                known = isinstance(found, int | float) and not isinstance(found, bool)
-                if not known or not math.isfinite(found):
+                if not _is_number(found):
                     raise ValueError(
                         f"{where}: {column} is {found!r}; value_transform.reference_columns needs "
                         f"a number, the reward {dim} that is good enough for this request"
@@ -88,6 +87,12 @@ class LogSigmoidCentred:
         if dim in self.reference_columns:
             return float(request.metadata[self.reference_columns[dim]])
         return self.reference.get(dim, 0.0)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 class TransformedValues(ValueFunction):

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from flowalign.data.readers import open_dataset
 from flowalign.data.requests import read_requests, read_requests_once
 from flowalign.media.media import Media
 from flowalign.media.references import reference
+from flowalign.runs.sample import Medium, _lines
 from flowalign.types import Request, prompts_of
 
 TEXT, ROWS = "a cat\n\n  two dogs \n", '{"prompt": "a cat", "seed": 1}\n{"prompt": "two dogs"}\n'
@@ -120,3 +122,18 @@ def test_pictures_are_known_by_content_and_turned_as_their_exif_data_say(tmp_pat
     Image.new("RGB", (5, 3), "blue").save(tmp_path / "a.png")
     os.utime(tmp_path / "a.png", ns=(1, 1))
     assert reference(Media(str(tmp_path / "a.png"))) != first
+
+
+def test_a_listing_of_samples_keeps_the_mask_of_each_request(tmp_path):
+    for k, name in enumerate(("a.png", "m.png")):
+        Image.new("RGB", (3, 2), (40 * k, 1, 2)).save(tmp_path / name)
+    row = {"prompt": "x", "image": "a.png", "mask": "m.png"}
+    (tmp_path / "fills.jsonl").write_text(json.dumps(row))
+    (request,) = read_requests(str(tmp_path / "fills.jsonl"))
+    (listed,) = _lines([Medium(request, 0, 0)], seed=3)
+    (tmp_path / "metadata.jsonl").write_text(listed)
+    (record,) = open_dataset(str(tmp_path / "metadata.jsonl"))
+    assert record.request() == request
+    assert "mask" not in record.metadata
+    again = read_requests(str(tmp_path / "metadata.jsonl"))[0]
+    assert (again.mask, again.references) == (request.mask, request.references)
