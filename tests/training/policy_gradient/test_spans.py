@@ -146,6 +146,7 @@ def test_a_drift_in_the_middle_of_a_span_is_found():
     assert max(drift, key=lambda k: drift[k]) == 1
 
 
+@pytest.mark.slow
 def test_a_run_of_spans_learns_and_no_check_fires():
     cfg = new_recipe(
         {"num_steps": 6, "sde_window": Fixed(0, 5)}, algorithm=SpanGRPO(clip_range=0.2)

@@ -110,6 +110,7 @@ def test_media_of_every_step_are_others_and_follow_from_the_seed(prompts, data, 
     assert again == pytest.approx(seen[2:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_it_holds_the_policy_near_the_media(prompts, data, tmp_path):
     """Pairs are red and blue; the reward wants red, media of both pull back."""
     errors = []
