@@ -235,7 +235,8 @@ def test_stored_pairs_are_refused_for_a_policy_whose_states_hold_more_than_media
         "lora": None,
     }
     sounding = {"class_path": "pipelines.ltx2.LTX2", "init_args": arguments}
-    message = complaint(written({"policy": sounding}))
+    plain = {"rewards": [], "evaluation": None, DATA + "held_out": None}
+    message = complaint(written({"policy": sounding} | plain))
     assert "recipe.data: LTX2 denoises a clip with its sound, and stored clips" in message
 
 
