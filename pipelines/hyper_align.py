@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -40,6 +41,9 @@ class HyperAlign(Policy, Renders):
     published. Known are the inputs, the three times of writing, an encoder that reduces the state,
     and a transformer decoder; sizes and the maps to the factors are ours.
     """
+
+    denoiser: Any
+    """SD3's network, its linear layers wrapped, with the hypernetwork."""
 
     def __init__(
         self,

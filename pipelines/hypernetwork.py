@@ -113,13 +113,9 @@ class Hypernetwork(nn.Module):
         )
         self.decoder = nn.TransformerDecoder(block, hyper.blocks)
         inputs, outputs = (sorted({size[side] for size in self.sizes}) for side in (0, 1))
-        self.down = nn.ModuleDict({str(d): nn.Linear(width, rank * d) for d in inputs})
-        self.up = nn.ModuleDict({str(d): nn.Linear(width, rank * d) for d in outputs})
-        for d in inputs:
-            nn.init.normal_(self.down[str(d)].weight, std=1 / math.sqrt(width * d))
-        for d in outputs:
-            nn.init.zeros_(self.up[str(d)].weight)
-            nn.init.zeros_(self.up[str(d)].bias)
+        stds = {d: 1 / math.sqrt(width * d) for d in inputs}
+        self.down = nn.ModuleDict({str(d): _linear(width, rank * d, stds[d]) for d in inputs})
+        self.up = nn.ModuleDict({str(d): _linear(width, rank * d, 0.0) for d in outputs})
 
     def forward(
         self, x: Float[Tensor, "n C H W"], sigma: Float[Tensor, "n"], prompt: Float[Tensor, "n d"]
@@ -135,6 +131,14 @@ class Hypernetwork(nn.Module):
             down = self.down[str(d_in)](answer).unflatten(1, (self.rank, d_in))
             written.append(LowRank(down, self.up[str(d_out)](answer).unflatten(1, (d_out, -1))))
         return written
+
+
+def _linear(width: int, outputs: int, std: float) -> nn.Linear:
+    """Return a linear map without offset at first, and with weights of this deviation."""
+    made = nn.Linear(width, outputs)
+    nn.init.normal_(made.weight, std=std)
+    nn.init.zeros_(made.bias)
+    return made
 
 
 def waves(sigma: Float[Tensor, "n"], width: int) -> Float[Tensor, "n w"]:
