@@ -4,7 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,12 +18,11 @@ from flowalign.types import (
     PositiveInt,
     Renders,
     Request,
-    UnitInterval,
     plain_requests,
 )
 from pipelines.base import DTYPES, Precision
 from pipelines.folder import config_of
-from pipelines.hypernetwork import HyperLinear, Hypernetwork
+from pipelines.hypernetwork import Hyper, HyperLinear, Hypernetwork
 from pipelines.sd3 import SD3
 from pipelines.tensors import existing, read_tensors, same_shapes
 from pipelines.weights import Lora
@@ -35,16 +34,16 @@ FILE = "hypernetwork.safetensors"
 class HyperAlign(Policy, Renders):
     """Extends `SD3` with low-rank weights that a hypernetwork writes for each sample.
 
-    Only the hypernetwork is trained. `when` it writes: `every_step`, from state, noise level and
-    prompt; `once`, from the prompt alone; `key_steps`, from the prompt and the lowest of
-    `key_levels` that the noise level has not passed. In the last two, weights are kept over steps,
-    and as a policy sees one state at a time they do not depend on the state at which they were
-    written. diffusers cannot load what is saved: weights differ between samples.
+    Only the hypernetwork is trained. diffusers cannot load what is saved: weights differ between
+    samples.
 
     Source: HyperAlign, arXiv:2601.15968, as a reconstruction: its formulas and code are not
     published. Known are the inputs, the three times of writing, an encoder that reduces the state,
     and a transformer decoder; sizes and the maps to the factors are ours.
     """
+
+    denoiser: Any
+    """SD3's network, its linear layers wrapped, with the hypernetwork."""
 
     def __init__(
         self,
@@ -54,23 +53,10 @@ class HyperAlign(Policy, Renders):
         guidance: Guidance = 4.5,
         precision: Precision = "bf16",
         max_sequence_length: PositiveInt = 256,
-        when: Literal["every_step", "once", "key_steps"] = "every_step",
-        key_levels: Sequence[UnitInterval] = (1.0, 0.75, 0.5),
-        rank: PositiveInt = 4,
-        hidden: PositiveInt = 64,
-        blocks: PositiveInt = 1,
+        hyper: Hyper = Hyper(),  # noqa: B008 (frozen)
     ):
         self.base = SD3(path, height, width, guidance, None, precision, max_sequence_length)
-        if hidden % 4:
-            raise ValueError(f"policy.hidden is {hidden}; it must be a multiple of 4, the heads")
-        if when == "key_steps" and 1.0 not in key_levels:
-            raise ValueError(
-                f"policy.key_levels is {list(key_levels)}; 1.0 must be among them, where samples "
-                "begin"
-            )
-        self.when, self.key_levels = when, tuple(key_levels)
-        self.rank, self.hidden, self.blocks = rank, hidden, blocks
-        self.guidance, self.precision = guidance, precision
+        self.guidance, self.precision, self.hyper = guidance, precision, hyper
         self.evaluations_per_velocity = self.base.evaluations_per_velocity
 
     def plan(self) -> ModelPlan:
@@ -78,7 +64,7 @@ class HyperAlign(Policy, Renders):
         config = config_of(SD3.pipeline_class, self.base.path, "transformer")
         with torch.device("meta"):
             network = SD3.transformer_class.from_config(config)
-            trained = self._attached(network, plan.latent_shape)
+            trained = attached(network, self.base.path, plan.latent_shape, self.hyper)
         return replace(plan, trainable=sum(p.numel() for p in trained.parameters()))
 
     def load(self, device: torch.device) -> None:
@@ -87,11 +73,12 @@ class HyperAlign(Policy, Renders):
         nn.Module.to(self.denoiser.requires_grad_(False), DTYPES[self.precision])
         with torch.random.fork_rng(devices=[]):  # every rank starts from the same hypernetwork
             torch.random.default_generator.manual_seed(0)
-            self._attached(self.denoiser, self.base.latent_shape).to(device)
+            shape = self.base.latent_shape
+            attached(self.denoiser, self.base.path, shape, self.hyper).to(device)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         layers = _layers(self.denoiser)
-        level = self.level(sigma.expand(len(x)))
+        level = self.hyper.level(sigma.expand(len(x)))
         with torch.autocast(x.device.type, enabled=False):
             read = x.float(), level.float(), cond["pooled"].float()
             written = self.denoiser.hypernetwork(*read)
@@ -102,15 +89,6 @@ class HyperAlign(Policy, Renders):
         finally:
             for layer in layers:
                 layer.written = None
-
-    def level(self, sigma: Tensor) -> Tensor:
-        """Return the noise level at which the weights for each of these levels are written."""
-        if self.when == "every_step":
-            return sigma
-        if self.when == "once":
-            return torch.ones_like(sigma)
-        keys = torch.tensor(sorted(self.key_levels), device=sigma.device, dtype=sigma.dtype)
-        return keys[torch.searchsorted(keys, sigma.clamp(max=1.0).contiguous())]
 
     def encode(self, requests: Sequence[Request]) -> Cond:
         return self._base().encode(requests)
@@ -164,22 +142,22 @@ class HyperAlign(Policy, Renders):
         base.denoiser, base.guidance = self.denoiser, self.guidance
         return base
 
-    def _attached(self, network: nn.Module, latent_shape: tuple[int, ...]) -> Hypernetwork:
-        """Wrap the layers that a LoRA would adapt, and add the hypernetwork that serves them."""
-        suffixes, sizes = Lora().target_modules, []
-        linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
-        for name, layer in linear.items():
-            assert isinstance(layer, nn.Linear), "SD3's projections are linear"
-            parent, _, child = name.rpartition(".")
-            setattr(network.get_submodule(parent), child, HyperLinear(layer))
-            sizes.append((layer.in_features, layer.out_features))
-        channels, height, width = latent_shape
-        state = (channels, height, width) if self.when == "every_step" else None
-        config = config_of(SD3.pipeline_class, self.base.path, "transformer")
-        prompt = config["pooled_projection_dim"]
-        made = Hypernetwork(sizes, prompt, state, self.rank, self.hidden, self.blocks)
-        network.add_module("hypernetwork", made)
-        return made
+
+def attached(
+    network: nn.Module, path: str, latent_shape: Sequence[int], hyper: Hyper
+) -> Hypernetwork:
+    """Wrap the layers that a LoRA would adapt, and add the hypernetwork that serves them."""
+    suffixes, sizes = Lora().target_modules, []
+    linear = {n: m for n, m in network.named_modules() if n.endswith(suffixes)}
+    for name, layer in linear.items():
+        assert isinstance(layer, nn.Linear), "SD3's projections are linear"
+        parent, _, child = name.rpartition(".")
+        setattr(network.get_submodule(parent), child, HyperLinear(layer))
+        sizes.append((layer.in_features, layer.out_features))
+    prompt = config_of(SD3.pipeline_class, path, "transformer")["pooled_projection_dim"]
+    made = Hypernetwork(sizes, prompt, latent_shape, hyper)
+    network.add_module("hypernetwork", made)
+    return made
 
 
 def _layers(network: nn.Module) -> list[HyperLinear]:

@@ -2,11 +2,59 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+
+from flowalign.types import PositiveInt, UnitInterval
+
+HEADS = 4
+"""Attention heads of the decoder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """Configures when a hypernetwork writes, and its size.
+
+    Weights that are kept over steps do not depend on the state at which they were written, because
+    a policy sees one state at a time.
+    """
+
+    when: Literal["every_step", "once", "key_steps"] = "every_step"
+    """every_step: from state, noise level and prompt. once: from the prompt alone. key_steps: from
+    the prompt and the lowest of `key_levels` that the noise level has not passed."""
+    key_levels: tuple[UnitInterval, ...] = (1.0, 0.75, 0.5)
+    """Noise levels of `key_steps`."""
+    rank: PositiveInt = 4
+    """Rank of the weights that are written."""
+    hidden: PositiveInt = 64
+    """Width of the hypernetwork."""
+    blocks: PositiveInt = 1
+    """Blocks of its decoder."""
+
+    def __post_init__(self) -> None:
+        """Reject a width that heads do not divide, and key levels after the beginning."""
+        if self.hidden % HEADS:
+            raise ValueError(
+                f"policy.hyper.hidden is {self.hidden}; it must be a multiple of {HEADS}, the heads"
+            )
+        if self.when == "key_steps" and 1.0 not in self.key_levels:
+            raise ValueError(
+                f"policy.hyper.key_levels is {list(self.key_levels)}; 1.0 must be among them, "
+                "where samples begin"
+            )
+
+    def level(self, sigma: Float[Tensor, "n"]) -> Float[Tensor, "n"]:
+        """Return the noise level at which the weights for each of these levels are written."""
+        if self.when == "every_step":
+            return sigma
+        if self.when == "once":
+            return torch.ones_like(sigma)
+        keys = torch.tensor(sorted(self.key_levels), device=sigma.device, dtype=sigma.dtype)
+        return keys[torch.searchsorted(keys, sigma.clamp(max=1.0).contiguous())]
 
 
 class LowRank(NamedTuple):
@@ -46,33 +94,28 @@ class Hypernetwork(nn.Module):
         self,
         layers: Sequence[tuple[int, int]],
         prompt: int,
-        state: tuple[int, int, int] | None,
-        rank: int,
-        width: int,
-        blocks: int,
+        latent_shape: Sequence[int],
+        hyper: Hyper,
     ):
         super().__init__()
+        rank, width = hyper.rank, hyper.hidden
         self.sizes, self.rank, self.width = tuple(layers), rank, width
         self.prompt, self.time = nn.Linear(prompt, width), nn.Linear(width, width)
         self.state: nn.Conv2d | None = None
-        if state is not None:
-            channels, height, across = state
+        if hyper.when == "every_step":
+            channels, height, across = latent_shape
             self.state = nn.Conv2d(channels, width, kernel_size=2, stride=2)
             places = (height // 2) * (across // 2)
             self.places = nn.Parameter(torch.randn(places, width) / math.sqrt(width))
         self.queries = nn.Parameter(torch.randn(len(self.sizes), width))
         block = nn.TransformerDecoderLayer(
-            width, nhead=4, dim_feedforward=2 * width, dropout=0.0, batch_first=True
+            width, nhead=HEADS, dim_feedforward=2 * width, dropout=0.0, batch_first=True
         )
-        self.decoder = nn.TransformerDecoder(block, blocks)
+        self.decoder = nn.TransformerDecoder(block, hyper.blocks)
         inputs, outputs = (sorted({size[side] for size in self.sizes}) for side in (0, 1))
-        self.down = nn.ModuleDict({str(d): nn.Linear(width, rank * d) for d in inputs})
-        self.up = nn.ModuleDict({str(d): nn.Linear(width, rank * d) for d in outputs})
-        for d in inputs:
-            nn.init.normal_(self.down[str(d)].weight, std=1 / math.sqrt(width * d))
-        for d in outputs:
-            nn.init.zeros_(self.up[str(d)].weight)
-            nn.init.zeros_(self.up[str(d)].bias)
+        stds = {d: 1 / math.sqrt(width * d) for d in inputs}
+        self.down = nn.ModuleDict({str(d): _linear(width, rank * d, stds[d]) for d in inputs})
+        self.up = nn.ModuleDict({str(d): _linear(width, rank * d, 0.0) for d in outputs})
 
     def forward(
         self, x: Float[Tensor, "n C H W"], sigma: Float[Tensor, "n"], prompt: Float[Tensor, "n d"]
@@ -88,6 +131,14 @@ class Hypernetwork(nn.Module):
             down = self.down[str(d_in)](answer).unflatten(1, (self.rank, d_in))
             written.append(LowRank(down, self.up[str(d_out)](answer).unflatten(1, (d_out, -1))))
         return written
+
+
+def _linear(width: int, outputs: int, std: float) -> nn.Linear:
+    """Return a linear map without offset at first, and with weights of this deviation."""
+    made = nn.Linear(width, outputs)
+    nn.init.normal_(made.weight, std=std)
+    nn.init.zeros_(made.bias)
+    return made
 
 
 def waves(sigma: Float[Tensor, "n"], width: int) -> Float[Tensor, "n w"]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from flowalign.training.reference import FrozenCopy, reference_for
 from pipelines.hyper_align import HyperAlign
-from pipelines.hypernetwork import HyperLinear, LowRank
+from pipelines.hypernetwork import Hyper, HyperLinear, LowRank
 from tests.fixtures.embedded import FOLDER, move, new_sd3
 from tests.fixtures.families import noise, requests_for
 
@@ -18,18 +18,19 @@ pytestmark = pytest.mark.slow
 PROMPTS = ("a red circle", "two blue squares", "a green triangle")
 
 
-def hyper(**changes: Any) -> HyperAlign:
+def small(**changes: Any) -> Hyper:
+    return Hyper(**{"rank": 2, "hidden": 16} | changes)
+
+
+def hyper(guidance: float = 1.0, **changes: Any) -> HyperAlign:
     defaults: dict[str, Any] = {
         "path": FOLDER,
         "height": 32,
         "width": 32,
-        "guidance": 1.0,
         "precision": "fp32",
         "max_sequence_length": 1,
-        "rank": 2,
-        "hidden": 16,
     }
-    policy = HyperAlign(**defaults | changes)
+    policy = HyperAlign(**defaults, guidance=guidance, hyper=small(**changes))
     policy.load(torch.device("cpu"))
     return policy
 
@@ -69,9 +70,9 @@ def test_before_training_it_is_the_base_model_and_a_sample_never_depends_on_othe
 
 def test_levels_at_which_weights_are_written():
     sigma = torch.tensor([1.0, 0.8, 0.75, 0.5, 0.3, 0.0])
-    assert torch.equal(hyper().level(sigma), sigma)
-    assert hyper(when="once").level(sigma).tolist() == [1.0] * 6
-    keys = hyper(when="key_steps", key_levels=[0.5, 1.0, 0.75]).level(sigma)
+    assert torch.equal(small().level(sigma), sigma)
+    assert small(when="once").level(sigma).tolist() == [1.0] * 6
+    keys = small(when="key_steps", key_levels=(0.5, 1.0, 0.75)).level(sigma)
     assert keys.tolist() == [1.0, 1.0, 0.75, 0.5, 0.5, 0.5]
 
 
@@ -81,9 +82,9 @@ def test_weights_follow_the_prompt_and_the_state_only_at_every_step(when):
     move(policy, 0.3)
     x, sigma = noise(policy, 2), torch.tensor([0.7, 0.7])
     cond = policy.encode(requests_for(policy, PROMPTS[:2]))
-    one = policy.denoiser.hypernetwork(x, policy.level(sigma), cond["pooled"])
-    prompts = policy.denoiser.hypernetwork(x, policy.level(sigma), cond["pooled"].flip(0))
-    states = policy.denoiser.hypernetwork(x.flip(0), policy.level(sigma / 2), cond["pooled"])
+    one = policy.denoiser.hypernetwork(x, policy.hyper.level(sigma), cond["pooled"])
+    prompts = policy.denoiser.hypernetwork(x, policy.hyper.level(sigma), cond["pooled"].flip(0))
+    states = policy.denoiser.hypernetwork(x.flip(0), policy.hyper.level(sigma / 2), cond["pooled"])
     assert not torch.allclose(one[3].up, prompts[3].up)
     assert torch.equal(one[3].up, states[3].up) == (when == "once")
 
@@ -130,6 +131,6 @@ def test_the_reference_stays_when_the_policy_moves():
 
 def test_settings_without_a_meaning_are_refused():
     with pytest.raises(ValueError, match="hidden is 30; it must be a multiple of 4"):
-        HyperAlign(FOLDER, hidden=30)
+        Hyper(hidden=30)
     with pytest.raises(ValueError, match=r"key_levels is \[0\.5\]; 1\.0 must be among them"):
-        HyperAlign(FOLDER, when="key_steps", key_levels=[0.5])
+        Hyper(when="key_steps", key_levels=(0.5,))
