@@ -193,6 +193,7 @@ def run_of(folder: Path, kind: str, processes: Processes = ALONE, steps: int = 3
     return flat(learner.policy.denoiser), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [SFT(on="all"), OPD(anchor=0.0)])
 def test_the_student_comes_to_agree_with_both_teachers(tmp_path, loss):
     """Measured on the states that it visited at first; later ones are others."""
