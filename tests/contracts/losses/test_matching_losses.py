@@ -114,6 +114,7 @@ def test_at_the_start_most_losses_of_references_are_known():
         "dpo_hinge": 1.0,
         "dpo_ipo": 0.25,
         "safeguard": ln2,
+        "balance": ln2,
         "kto": 0.5,
     }
 

@@ -17,6 +17,7 @@ from flowalign.losses.matching.sft import SFT
 from flowalign.sampling.sde_windows import AllButLast, Fixed, NoSteps
 from flowalign.sampling.settings import Sampling
 from flowalign.training.checkpoint import latest
+from flowalign.training.matching.batches import take, unpaired
 from flowalign.training.matching.cold_start import start_from
 from flowalign.training.matching.noising import noise_for
 from flowalign.training.matching.own_states import OwnStates
@@ -27,11 +28,12 @@ from flowalign.training.matching.residuals import evaluated_fields, matching_res
 from flowalign.training.matching.settings import STEP_FIELD
 from flowalign.training.matching.times import SamplerGrid, Uniform
 from flowalign.training.recipe import RunContext
+from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
 from pipelines.weights import Lora
 from tests.fixtures.embedded import new_sd3
 from tests.fixtures.pixel import PixelPolicy
-from tests.fixtures.preference import as_recipe, recipe, train
+from tests.fixtures.preference import as_recipe, pairs, recipe, train
 from tests.fixtures.scored import batch_of
 from tests.fixtures.small_run import Killed, go, new_run
 from tests.fixtures.stopped_runs import assert_same_run
@@ -191,6 +193,7 @@ def run_of(folder: Path, kind: str, processes: Processes = ALONE, steps: int = 3
     return flat(learner.policy.denoiser), kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [SFT(on="all"), OPD(anchor=0.0)])
 def test_the_student_comes_to_agree_with_both_teachers(tmp_path, loss):
     """Measured on the states that it visited at first; later ones are others."""
@@ -340,6 +343,36 @@ def test_rows_of_a_guided_step_cost_what_the_plan_says_and_micro_batches_change_
     assert cfg.evaluations_beside["steps to points"] == 1
     assert replace(cfg, points=GuidedStep()).evaluations_beside["steps to points"] == 2
     assert_close(found[0], found[1], atol=1e-6, rtol=1e-5)
+
+
+def test_levels_of_points_belong_to_the_sample_whichever_process_draws_them():
+    cfg = recipe(loss=SFT(), points=GuidedStep(count=3), times_per_sample=2)
+    plain = recipe(loss=SFT(), times_per_sample=2)
+    rows = replace(unpaired(pairs(3)), desirable=torch.ones(6, dtype=torch.bool))
+    whole = noise_for(cfg, PixelPolicy(), rows, 0, (4, 1, 0))
+    later = noise_for(cfg, PixelPolicy(), take(rows, torch.arange(2, 6)), 2, (4, 1, 0))
+    assert whole.uniform is not None
+    assert later.uniform is not None
+    assert whole.uniform.shape == (12, 3)
+    assert torch.equal(whole.uniform[4:], later.uniform)
+    assert len(whole.uniform.unique()) == 36
+    assert torch.equal(noise_for(plain, PixelPolicy(), rows, 0, (4, 1, 0)).noise, whole.noise)
+
+
+def test_the_step_to_the_points_is_guided_and_has_no_gradient():
+    policy = new_sd3(lora=LORA)
+    step = GuidedStep(guidance_scale=2.5).field(policy)
+    assert step is not None
+    both = new_sd3(lora=LORA, guidance=2.0)
+    requests, sigma = plain_requests(["a red circle", "two"]), torch.tensor([0.3, 0.8])
+    x, cond = policy.noise(2, torch.Generator().manual_seed(2)), policy.encode(requests)
+    empty = {k.removesuffix("_neg"): v for k, v in both.encode(requests).items() if "_neg" in k}
+    with torch.no_grad():
+        with_text, without = (policy.velocity(x, sigma, some) for some in (cond, empty))
+    got = step.velocity(x, sigma, cond)
+    assert_close(got, without + 2.5 * (with_text - without), atol=1e-4, rtol=1e-4)
+    assert not got.requires_grad
+    assert GuidedStep(guidance_scale=1.0).field(policy) is policy
 
 
 # Refusals -----------------------------------------------------------------------------------------
