@@ -160,10 +160,6 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy):
             out = self.denoiser(return_dict=False, **inputs)
         return out[0].float()
 
-    def rounded_times(self, sigma: Tensor, count: int) -> Tensor:
-        """Return one time per sample, of which 1000 times are rounded to the run's precision."""
-        return ((sigma * 1000).to(DTYPES[self.precision]) / 1000).expand(count)
-
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
         pixels = media.to(self.pipe.vae.device, torch.float32)
