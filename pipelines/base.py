@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Accelerated, Cond, ModelPlan, Speed
+from flowalign.types import Cond, ModelPlan
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
@@ -17,7 +17,7 @@ from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
-from pipelines.speed import check_attention, speed_up
+from pipelines.speed import AcceleratedPolicy
 from pipelines.weights import (
     DTYPES,
     Lora,
@@ -29,7 +29,7 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
+class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -129,15 +129,6 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
         transformer = self.pipe.components[self.part].config
         self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
 
-    def check_speed(self, speed: Speed) -> None:
-        config = config_of(self.pipeline_class, self.path, self.part)
-        with torch.device("meta"):
-            check_attention(speed.attention, self.transformer_class.from_config(config))
-
-    def speed_up(self, speed: Speed) -> None:
-        for part in self.parts:
-            speed_up(self.pipe.components[part], speed)
-
     def assembled(self, components: Mapping[str, Any]) -> Any:
         """Return the denoiser built from these components; two networks are joined here."""
         return components[self.part]
@@ -172,10 +163,6 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, Accelerated):
         inputs[self.state] = x.to(dtype)
         with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
             return self.denoiser(return_dict=False, **inputs)
-
-    def rounded_times(self, sigma: Tensor, count: int) -> Tensor:
-        """Return one time per sample, of which 1000 times are rounded to the run's precision."""
-        return ((sigma * 1000).to(DTYPES[self.precision]) / 1000).expand(count)
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:

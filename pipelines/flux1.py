@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.packing import pack, positions, unpack
-from pipelines.schedules import sized_sigmas
+from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
 
 LORA = Lora(
@@ -109,7 +109,7 @@ class Flux1(DiffusersPolicy):
         guidance = self.embedded_guidance
         v = self.call_denoiser(
             tokens,
-            timestep=self.rounded_times(sigma, len(x)),
+            timestep=rounded_times(sigma, len(x), self.precision),
             guidance=None if guidance is None else x.new_full((len(x),), guidance),
             encoder_hidden_states=cond["text"],
             pooled_projections=cond["pooled"],

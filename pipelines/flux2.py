@@ -14,7 +14,7 @@ from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
 from pipelines.packing import places
-from pipelines.schedules import shifted_sigmas
+from pipelines.schedules import rounded_times, shifted_sigmas
 from pipelines.weights import ATTENTION, Lora
 
 LORA = Lora(
@@ -24,8 +24,7 @@ LORA = Lora(
         *(f"single_transformer_blocks.{i}.attn.to_out" for i in range(48)),
     )
 )
-"""Default adapter: attention of all blocks, as in diffusers' dreambooth; `to_qkv_mlp_proj` makes
-queries, keys, values and MLP of a single block. Names of blocks that are not there are ignored."""
+"""Default adapter: attention of all blocks, as in diffusers' dreambooth."""
 
 
 class Flux2(DiffusersPolicy):
@@ -95,7 +94,7 @@ class Flux2(DiffusersPolicy):
         guidance = self.embedded_guidance
         v = self.call_denoiser(
             x.flatten(2).mT,
-            timestep=self.rounded_times(sigma, len(x)),
+            timestep=rounded_times(sigma, len(x), self.precision),
             guidance=None if guidance is None else x.new_full((len(x),), guidance),
             encoder_hidden_states=text,
             txt_ids=places((1, 1, 1, text.shape[1]), x),

@@ -14,7 +14,7 @@ from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
 from pipelines.packing import pack, unpack
-from pipelines.schedules import sized_sigmas
+from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
 
 NEGATIVE = " "
@@ -99,7 +99,7 @@ class QwenImage(DiffusersPolicy):
         tokens, shapes = self.seen(x, cond)
         v = self.call_denoiser(
             tokens,
-            timestep=self.rounded_times(sigma, len(x)),
+            timestep=rounded_times(sigma, len(x), self.precision),
             encoder_hidden_states=cond[f"text{ending}"],
             encoder_hidden_states_mask=cond[f"mask{ending}"],
             img_shapes=[shapes] * len(x),

@@ -14,6 +14,7 @@ from pipelines.base import Precision
 from pipelines.folder import setting_of
 from pipelines.qwen_image import QwenImage
 from pipelines.rows import one_kind_at_a_time
+from pipelines.schedules import rounded_times
 from pipelines.weights import Lora
 
 LORA = Lora(target_modules=("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"))
@@ -94,7 +95,7 @@ class QwenImage21(QwenImage):
         pictures = torch.arange(length + tokens // 4, device=x.device) >= length
         v = self.call_denoiser(
             x.flatten(2).mT,
-            timestep=self.rounded_times(sigma, len(x)),
+            timestep=rounded_times(sigma, len(x), self.precision),
             encoder_hidden_states=cond[f"text{ending}"][:, :length],
             img_shapes=[[(1, *self.grid)]] * len(x),
             img_mask=pictures.expand(len(x), -1),

@@ -1,4 +1,4 @@
-"""Computes schedules whose shift depends on the size of what is made."""
+"""Computes schedules whose shift depends on the size of what is made, and rounds times."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
+
+from pipelines.weights import DTYPES, Precision
 
 
 def sized_sigmas(
@@ -31,3 +33,8 @@ def shifted_sigmas(
     even = np.linspace(1.0, 1 / num_steps, num_steps).tolist() if even is None else even
     scheduler.set_timesteps(sigmas=even, mu=mu)
     return scheduler.sigmas.clone()
+
+
+def rounded_times(sigma: Tensor, count: int, precision: Precision) -> Tensor:
+    """Return one time per sample, of which a thousand times is rounded to the run's precision."""
+    return ((sigma * 1000).to(DTYPES[precision]) / 1000).expand(count)

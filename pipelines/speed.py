@@ -7,10 +7,24 @@ import torch
 from diffusers.models import attention_dispatch
 from torch import nn
 
-from flowalign.types import Speed
+from flowalign.types import Accelerated, Speed
+from pipelines.folder import config_of
 
 _WITHOUT_BACKWARD = "sage", "sage_hub"
 """Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""
+
+
+class AcceleratedPolicy(Accelerated):
+    """Makes the networks of a `DiffusersPolicy`, which is one of these, faster by name."""
+
+    def check_speed(self: Any, speed: Speed) -> None:
+        config = config_of(self.pipeline_class, self.path, self.part)
+        with torch.device("meta"):
+            check_attention(speed.attention, self.transformer_class.from_config(config))
+
+    def speed_up(self: Any, speed: Speed) -> None:
+        for part in self.parts:
+            speed_up(self.pipe.components[part], speed)
 
 
 def check_attention(name: str, network: nn.Module) -> None:

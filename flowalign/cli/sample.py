@@ -91,19 +91,11 @@ def run(args: argparse.Namespace) -> int:
 def _job(args: argparse.Namespace) -> "Job":
     import yaml
 
-    from flowalign.data.requests import located_requests_once
     from flowalign.runs.config import load
     from flowalign.runs.sample import Job, hash_weights, usual_sampler
-    from flowalign.training.fit import check_requests
-    from flowalign.types import Request
 
     run_file, text = load(*settings_of(args))
-    if args.prompt:
-        located = [(f"--prompt {text!r}", Request(text)) for text in args.prompt]
-    else:
-        located = located_requests_once(args.prompts)
-    check_requests(run_file.policy, (), located)
-    requests = [request for _, request in located]
+    requests = _requests(args, run_file)
     num_steps, micro_batch = usual_sampler(run_file)
     if not (num_steps := args.num_steps or num_steps):
         raise ValueError(
@@ -134,6 +126,20 @@ def _job(args: argparse.Namespace) -> "Job":
         micro_batch,
         distillation,
     )
+
+
+def _requests(args: argparse.Namespace, run_file: "Run") -> list["Request"]:
+    """Return what is sampled; raises ValueError for what the policy does not take."""
+    from flowalign.data.requests import located_requests_once
+    from flowalign.training.fit import check_requests
+    from flowalign.types import Request
+
+    if args.prompt:
+        located = [(f"--prompt {text!r}", Request(text)) for text in args.prompt]
+    else:
+        located = located_requests_once(args.prompts)
+    check_requests(run_file.policy, (), located)
+    return [request for _, request in located]
 
 
 def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | None":

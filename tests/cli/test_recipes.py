@@ -88,7 +88,7 @@ def test_methods_behind_a_model_are_those_that_are_valid_runs_there():
     assert "credit/flux2_dev/nft" in found
     behind = {name.partition(" methods/")[2] for name in found} - {""}
     assert {"flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo"} <= behind
-    assert behind.isdisjoint({"nft", "awm", "refl", "diffusion_dpo", "flow_grpo_wan21"})
+    assert behind.isdisjoint({"nft", "awm", "refl", "diffusion_dpo"})
     dense = found["models/flux2_dev methods/dense_grpo"]
     assert (dense.label, dense.papers[0]) == ("checked only", "2601.20218v2")
     assert "2505.05470v5" in dense.papers

@@ -26,8 +26,9 @@ OLD_LINES = 4932
 """The lines below configs/ when every run file was complete."""
 
 SINCE = (
-    *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "hunyuan_video15", "ltx2"),
-    *("ltx_video_i2v", "wan22_5b_i2v", "wan22_14b_i2v"),
+    *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "qwen_image_2512"),
+    *("z_image", "flux2_klein", "flux2_dev", "krea2", "qwen_image21", "sana"),
+    *("hunyuan_video15", "ltx2", "ltx_video_i2v", "wan22_5b_i2v", "wan22_14b_i2v"),
 )
 """The models that came after version 0.1."""
 
@@ -35,6 +36,8 @@ NEW = [
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
     ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
+    ["configs/credit/flux2_dev/nft.yaml"],
+    ["configs/models/krea2.yaml", "configs/methods/flow_dpo.yaml"],
     ["configs/credit/sd15/b2_diffurl.yaml"],
     ["configs/credit/sd35_medium/flow_dppo.yaml"],
     ["configs/credit/sd35_medium/flow_grpo_unguided.yaml"],
