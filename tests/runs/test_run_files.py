@@ -292,7 +292,7 @@ def test_files_of_published_models_say_that_nothing_was_run():
             assert "nothing here was run on the real model" in file.read_text().lower()
     for model in SINCE:
         file = ROOT / f"configs/models/{model}.yaml"
-        assert "nothing here was run on the real model" in file.read_text()
+        assert "nothing here was run on the real model" in file.read_text().lower()
 
 
 def test_every_method_names_its_source():
