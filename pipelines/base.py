@@ -133,19 +133,6 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
         """Return the denoiser built from these components; two networks are joined here."""
         return components[self.part]
 
-    def grid_of(self, unit: int) -> tuple[int, int]:
-        """Return the numbers of rows and columns of squares of `unit` pixels.
-
-        Raises:
-            ValueError: a side is no multiple of it.
-        """
-        if self.height % unit or self.width % unit:
-            raise ValueError(
-                f"size {self.width}x{self.height}: both sides must be multiples of {unit} "
-                f"for {self.path}"
-            )
-        return self.height // unit, self.width // unit
-
     def schedule(self, num_steps: int) -> Tensor:
         return self.sigmas(self.pipe.scheduler, num_steps).to(self.denoiser.device)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
-from pipelines.packing import pack, positions, unpack
+from pipelines.packing import grid_of, pack, positions, unpack
 from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
 
@@ -72,7 +72,7 @@ class Flux1(DiffusersPolicy):
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         patch = 2 ** len(vae["block_out_channels"])  # pixels along a side of a token
-        self.grid = self.grid_of(patch)
+        self.grid = grid_of(self, patch)
         if transformer["guidance_embeds"] == (self.embedded_guidance is None):
             wanted = "a number" if transformer["guidance_embeds"] else "None"
             raise ValueError(

@@ -13,7 +13,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
-from pipelines.packing import places
+from pipelines.packing import grid_of, places
 from pipelines.schedules import rounded_times, shifted_sigmas
 from pipelines.weights import ATTENTION, Lora
 
@@ -59,7 +59,7 @@ class Flux2(DiffusersPolicy):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        self.grid = self.grid_of(2 ** len(vae["block_out_channels"]))
+        self.grid = grid_of(self, 2 ** len(vae["block_out_channels"]))
         if transformer["guidance_embeds"] == (self.embedded_guidance is None):
             takes = "takes" if transformer["guidance_embeds"] else "does not take"
             raise ValueError(

@@ -1,6 +1,7 @@
 """Packs latents into tokens, and says where each token is, as networks of pictures see them."""
 
 from math import prod
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -29,3 +30,17 @@ def places(sizes: tuple[int, int, int, int], x: Tensor) -> Int[Tensor, "n tokens
     """Return picture, row, column and word of every token of a grid, the same for each row of x."""
     axes = [torch.arange(size, device=x.device) for size in sizes]
     return torch.cartesian_prod(*axes).expand(len(x), -1, -1)
+
+
+def grid_of(policy: Any, unit: int) -> tuple[int, int]:
+    """Return the numbers of rows and columns of squares of `unit` pixels in a policy's pictures.
+
+    Raises:
+        ValueError: A side is no multiple of it.
+    """
+    if policy.height % unit or policy.width % unit:
+        raise ValueError(
+            f"size {policy.width}x{policy.height}: both sides must be multiples of {unit} "
+            f"for {policy.path}"
+        )
+    return policy.height // unit, policy.width // unit

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
-from pipelines.packing import pack, unpack
+from pipelines.packing import grid_of, pack, unpack
 from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
 
@@ -54,7 +54,7 @@ class QwenImage(DiffusersPolicy):
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         patch = 2 ** (len(vae["temperal_downsample"]) + 1)  # pixels along a side of a token
-        self.grid = self.grid_of(patch)
+        self.grid = grid_of(self, patch)
         if transformer.get("guidance_embeds"):  # Krea 2 knows none
             raise ValueError(
                 f"the network of {self.path} takes guidance as an input, "

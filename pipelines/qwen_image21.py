@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
 from pipelines.folder import setting_of
+from pipelines.packing import grid_of
 from pipelines.qwen_image import QwenImage
 from pipelines.rows import one_kind_at_a_time
 from pipelines.schedules import rounded_times
@@ -68,7 +69,7 @@ class QwenImage21(QwenImage):
                 f"{self.path} has fixed sigmas of its own (sample_sigmas), so it is distilled to "
                 "a few steps: train the model that it was distilled from"
             )
-        rows, columns = self.grid_of(2 ** (len(vae["temperal_downsample"]) + 1))
+        rows, columns = grid_of(self, 2 ** (len(vae["temperal_downsample"]) + 1))
         self.grid = 2 * rows, 2 * columns  # a latent is a token, and four stand for one of the text
         return vae["z_dim"], *self.grid
 

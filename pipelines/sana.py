@@ -11,6 +11,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
+from pipelines.packing import grid_of
 from pipelines.schedules import shifted_sigmas
 from pipelines.weights import ATTENTION, Lora
 
@@ -52,7 +53,7 @@ class Sana(DiffusersPolicy):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        self.grid_of(UNIT)
+        grid_of(self, UNIT)
         self.time_scale = 1000 * transformer["timestep_scale"]
         pixels = 2 ** (len(vae["encoder_block_out_channels"]) - 1)  # along a side of a latent
         return transformer["in_channels"], self.height // pixels, self.width // pixels

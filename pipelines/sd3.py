@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
+from pipelines.packing import grid_of
 from pipelines.weights import Lora
 
 
@@ -42,7 +43,7 @@ class SD3(DiffusersPolicy):
     ) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         unit = factor * transformer["patch_size"]
-        self.grid_of(unit)
+        grid_of(self, unit)
         return transformer["in_channels"], self.height // factor, self.width // factor
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.packing import grid_of
 from pipelines.schedules import sized_sigmas
 from pipelines.weights import ATTENTION, Lora
 
@@ -53,7 +54,7 @@ class ZImage(DiffusersPolicy):
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        self.grid = self.grid_of(2 ** len(vae["block_out_channels"]))  # tokens of 2 x 2 latents
+        self.grid = grid_of(self, 2 ** len(vae["block_out_channels"]))  # tokens of 2 x 2 latents
         return transformer["in_channels"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:  # noqa: ARG002
