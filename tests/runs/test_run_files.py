@@ -36,6 +36,7 @@ NEW = [
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
     ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
+    ["configs/credit/flux1_dev/nft.yaml"],
     ["configs/credit/flux2_dev/nft.yaml"],
     ["configs/models/krea2.yaml", "configs/methods/flow_dpo.yaml"],
     ["configs/credit/sd15/b2_diffurl.yaml"],
