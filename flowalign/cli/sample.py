@@ -146,7 +146,8 @@ def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | 
     """Return how latents are optimised, if they are.
 
     Raises:
-        ValueError: An option of RewardSDS is given without it, or no reward has a weight.
+        ValueError: An option of RewardSDS is given without it, no reward has a weight, or the run
+            guides its sampling by a reward.
     """
     from flowalign.runs.distillation import Distillation
     from flowalign.sampling.reward_sds import RewardSDS
@@ -158,6 +159,11 @@ def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | 
         if given:
             raise ValueError(f"--{next(iter(given))} is an option of --reward_sds: give that, too")
         return None
+    if run_file.evaluation and run_file.evaluation.reward_guidance:
+        raise ValueError(
+            "--reward_sds optimises latents, which evaluation.reward_guidance does not reach; "
+            "leave one out, the guidance with --evaluation.reward_guidance null"
+        )
     cfg = RewardSDS(steps=args.reward_sds, **{options[name]: v for name, v in given.items()})
     rewards = run_file.build_rewards()
     if cfg.weighting != "none":

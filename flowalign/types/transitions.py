@@ -116,40 +116,40 @@ class PolicyLoss(ABC):
     """Turns one minibatch of transitions into a loss. Implementations: `flowalign/losses/`."""
 
     @property
-    @abstractmethod
     def needs_reference(self) -> bool:
-        """Return whether `loss` evaluates the reference.
+        """Return whether `loss` evaluates the reference; unless a loss says so, it does not.
 
         That is one more network evaluation per transition.
         """
+        return False
 
     @property
-    @abstractmethod
     def needs_mean_old(self) -> bool:
         """Return whether rollouts must keep the mean of each trained transition."""
+        return False
 
     @property
-    @abstractmethod
     def needs_best(self) -> bool:
         """Return whether a minibatch must hold the transitions of the best sample of a prompt."""
+        return False
 
     @property
-    @abstractmethod
     def pairs(self) -> bool:
         """Return whether a minibatch holds pairs: winners, then as many losers."""
+        return False
 
     @property
-    @abstractmethod
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
         """Return the lengths of runs of steps whose ratios are taken together; see `GRPO`.
 
         Runs count from the first step on.
         """
+        return None
 
     @property
-    @abstractmethod
     def span(self) -> int | None:
         """Return the most consecutive steps that a minibatch holds together; None: single ones."""
+        return None
 
     @property
     @abstractmethod

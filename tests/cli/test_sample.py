@@ -542,3 +542,12 @@ def test_latents_are_optimised_into_a_folder_that_goes_on(sample, tmp_path, caps
 def test_options_of_reward_sds_that_cannot_be_used_are_refused(sample, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         sample(*options, "--out", tmp_path / "out")
+
+
+def test_guidance_by_a_reward_does_not_go_with_reward_sds(tmp_path):
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    sample_command.add_arguments(parser)
+    given = ["configs/shapes_flow_nrg.yaml", "--prompt", "a red circle", "--reward_sds", "5"]
+    args, args.overrides = parser.parse_known_args([*given, "--out", str(tmp_path / "out")])
+    with pytest.raises(ConfigError, match="reward_guidance"):
+        sample_command.run(args)

@@ -65,18 +65,9 @@ class GRPO(PolicyLoss):
         return self.surrogate.needs_best
 
     @property
-    def pairs(self) -> bool:
-        """Return False: transitions have been compared by their advantages before."""
-        return False
-
-    @property
     def chunks(self) -> Sequence[int] | Literal["latent_change"] | None:
         """Return the chunk sizes."""
         return self.chunk_sizes
-
-    @property
-    def span(self) -> None:
-        """Return None: every step has its own gradient."""
 
     @property
     def clip(self) -> float:

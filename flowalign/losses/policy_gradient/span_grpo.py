@@ -34,31 +34,6 @@ class SpanGRPO(PolicyLoss):
 
     @property
     @override
-    def needs_reference(self) -> bool:
-        return False
-
-    @property
-    @override
-    def needs_mean_old(self) -> bool:
-        return False
-
-    @property
-    @override
-    def needs_best(self) -> bool:
-        return False
-
-    @property
-    @override
-    def pairs(self) -> bool:
-        return False
-
-    @property
-    @override
-    def chunks(self) -> None:
-        """Return None: the ratios of a span are multiplied with their gradients."""
-
-    @property
-    @override
     def span(self) -> int:
         return self.span_steps
 

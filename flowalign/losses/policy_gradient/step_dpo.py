@@ -47,28 +47,8 @@ class StepDPO(PolicyLoss):
 
     @property
     @override
-    def needs_mean_old(self) -> bool:
-        return False
-
-    @property
-    @override
-    def needs_best(self) -> bool:
-        return False
-
-    @property
-    @override
     def pairs(self) -> bool:
         return True
-
-    @property
-    @override
-    def chunks(self) -> None:
-        """Return None: a pair consists of single steps."""
-
-    @property
-    @override
-    def span(self) -> None:
-        """Return None: a pair consists of single steps."""
 
     @property
     @override

@@ -67,8 +67,6 @@ class DetachedKL(GRPO):
 class DetachedLoss(PolicyLoss):
     """Has a gradient of exactly 0."""
 
-    needs_reference = needs_mean_old = needs_best = pairs = False
-    chunks = span = None
     clip = 0.2
 
     def loss(self, policy, reference, batch):

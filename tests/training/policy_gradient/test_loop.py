@@ -62,11 +62,6 @@ class Told(RewardModel):
 class Spy(PolicyLoss):
     """Pulls every mean down a little, and remembers the minibatches that it was given."""
 
-    needs_reference = False
-    needs_mean_old = False
-    needs_best = False
-    pairs = False
-    chunks = span = None
     clip = 0.2
 
     def __post_init__(self):
