@@ -58,7 +58,9 @@ def families(name: str) -> list[str]:
     """
     if name in models():
         return [name]
-    known = [model for model in models() if not _policy(model)["path"].startswith(_EMBEDDED)]
+    known = [
+        model for model in models() if not _policy(model)["init_args"]["path"].startswith(_EMBEDDED)
+    ]
     if Path(name).is_dir():
         return _families_of(Path(name), known)
     if not _HUB_ID.match(name):
@@ -215,13 +217,13 @@ def _families_of(folder: Path, known: Sequence[str]) -> list[str]:
 
 def _pipeline_of(family: str) -> str:
     """Return the name of the diffusers pipeline that a family's policy wraps."""
-    policy = read_mapping(_named("models", family))["policy"]["class_path"]
+    policy = _policy(family)["class_path"]
     module, _, name = policy.rpartition(".")
     return getattr(importlib.import_module(module), name).pipeline_class.__name__
 
 
 def _policy(family: str) -> dict[str, Any]:
-    return read_mapping(_named("models", family))["policy"]["init_args"]
+    return compose([_named("models", family)]).values["policy"]
 
 
 def _named(kind: str, name: str) -> str:

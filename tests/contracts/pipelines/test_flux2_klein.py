@@ -13,6 +13,7 @@ from tests.fixtures.families import (
     assert_official,
     assert_one_time_per_row,
     noise,
+    requests_for,
     without_gradient,
 )
 from tests.fixtures.image_families import klein_family

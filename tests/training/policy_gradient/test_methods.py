@@ -1,5 +1,7 @@
 """Every published method's run file, on the one-pixel policy: what it costs, and that it learns."""
 
+import copy
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import torch
 
 from flowalign.training.policy_gradient.batches import parts
 from flowalign.training.policy_gradient.loop import update
-from flowalign.training.policy_gradient.plan import evaluations
+from flowalign.training.policy_gradient.plan import evaluations, plan_step
 from flowalign.training.rollouts.collecting import completion_values, rollout
 from flowalign.types import plain_requests
 from flowalign.utils.costs import Costs
@@ -20,6 +22,9 @@ from tests.fixtures.training import credited, flat, new_learner, new_rewards, tr
 pytestmark = pytest.mark.slow
 
 METHODS = sorted((CONFIGS / "credit" / "shapes").glob("*.yaml"))
+OF_BLOCKS = [path for path in METHODS if path.stem in ("euphonium", "latent_gain")]
+"""Methods whose reward reads the first blocks of the policy, which the policy of pixels lacks."""
+OF_PIXELS = [path for path in METHODS if path not in OF_BLOCKS]
 THREE = ("a", "bb", "ccc")
 
 
@@ -33,23 +38,49 @@ def recipe_of(path: Path):
     return replace(loaded(path)[0].recipe, prompts_per_step=3)
 
 
-@pytest.fixture(scope="module", params=METHODS, ids=lambda p: p.stem)
+@pytest.fixture(scope="module", params=OF_PIXELS, ids=lambda p: p.stem)
 def recipe(request):
     return recipe_of(request.param)
 
 
 def test_a_step_costs_what_the_plan_says(recipe):
     """Network evaluations, pictures and reward calls of sampling, valuing and one update."""
-    learner, rewards, costs = new_learner(moving_policy()), new_rewards(), Costs()
-    rewards.costs = costs
+    assert_costs(recipe, new_learner(moving_policy()), new_rewards(), THREE)
+
+
+@pytest.mark.parametrize("path", OF_BLOCKS, ids=lambda p: p.stem)
+def test_a_step_that_reads_blocks_costs_what_the_plan_says(path):
+    run = loaded(path)[0]
+    policy, rewards = copy.copy(run.policy), run.build_rewards()
+    policy.load(torch.device("cpu"))
+    run.load_rewards(rewards)
+    recipe = recipe_of(path)
+    few = replace(recipe, sampling=replace(recipe.sampling, samples_per_prompt=2))
+    prompts = ("a red circle", "two blue squares", "a green triangle")
+    window = few.sampling.sde_window.steps(few.sampling.num_steps, 0, generator(0, "window", 0))
+    scored = few.requirements(window).scored
+    distinct = few.empty_trajectory(window).rows.unique_rows
+    of_blocks = sum(round(reward.evaluation_share * 3 * len(distinct(k))) for reward, k in scored)
+    rows = plan_step(few, None, run.context(rewards), policy.plan(), 1).rows
+    planned = re.search(r"which cost (\d+) network", rows["scores of the latent reward"])
+    assert abs(of_blocks - int(planned[1])) <= len(scored), "each state is rounded by itself"
+    pushes = re.search(r"(\d+) gradients", rows.get("reward guidance", ""))
+    assert_costs(few, new_learner(policy), rewards, prompts, of_blocks, pushes and int(pushes[1]))
+
+
+def assert_costs(recipe, learner, rewards, prompts, of_blocks=0, gradients=0) -> None:
+    rewards.costs = costs = Costs()
     costs.count(learner.policy.denoiser)
     sampling = recipe.sampling
     window = sampling.sde_window.steps(sampling.num_steps, 0, generator(0, "window", 0))
     wanted = evaluations(recipe, window)
     empty_trajectory, asked = recipe.empty_trajectory(window), recipe.requested(window)
-    trajectory = rollout(recipe, learner, plain_requests(THREE), 0, 0)
+    trajectory = rollout(recipe, learner, plain_requests(prompts), 0, 0)
     batch, _ = credited(recipe, learner, completion_values(recipe, learner, rewards, trajectory))
-    assert costs.sampling_evaluations == 3 * (wanted["sampling"] + wanted["completing"])
+    whole = 3 * (wanted["sampling"] + wanted["completing"])
+    assert costs.sampling_evaluations == whole + of_blocks
+    assert costs.training_evaluations == (gradients or 0), "gradients count as whole evaluations"
+    costs.training_evaluations = 0
     valued = {*asked, (sampling.num_steps, recipe.completion)}
     scored = 3 * sum(len(empty_trajectory.rows.unique_rows(k)) for k, _ in valued)
     assert costs.decodes == costs.reward_calls == scored

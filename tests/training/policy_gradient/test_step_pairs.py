@@ -139,7 +139,7 @@ ADVANTAGE[4:8, 1] = 0.0
 def test_the_update_is_the_mean_over_pairs_whatever_the_micro_batch(micro_batch):
     """8 pairs: 3 prompts at 3 steps, less the one without a difference."""
     learner, cfg, batch = told(ADVANTAGE, StepDPO(beta=3.0), micro_batch=micro_batch)
-    learner.reference = PixelPolicy(seed=1)
+    learner.fields["reference"] = PixelPolicy(seed=1)
     learner.reference.denoiser.requires_grad_(False)
     losses = []
     for k, winner, loser in sorted(duels(batch)):
