@@ -202,17 +202,26 @@ def _arguments(own: dict[str, Any], component: str) -> dict[str, Any]:
 
 
 def _families_of(folder: Path, known: Sequence[str]) -> list[str]:
-    """Return the families whose pipeline is the one in a folder."""
+    """Return the families whose pipeline is the one in a folder.
+
+    A run file that extends another's only names other weights, which the folder replaces.
+    """
     index = folder / "model_index.json"
     if not index.is_file():
         raise ValueError(f"{folder} is no folder of a pipeline: model_index.json is missing")
     kind = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
-    kinds = {family: _pipeline_of(family) for family in known}
+    own = [family for family in known if not _extends_a_model(family)]
+    kinds = {family: _pipeline_of(family) for family in own}
     found = [family for family, pipeline in kinds.items() if pipeline == kind]
     if not found:
         there = ", ".join(dict.fromkeys(kinds.values()))
         raise ValueError(f"{folder} is a {kind}; families with a run file are of {there}")
     return found
+
+
+def _extends_a_model(family: str) -> bool:
+    bases = _bases({"extends": [], **read_mapping(_named("models", family))})
+    return any(base.startswith("configs/models/") for base in bases)
 
 
 def _pipeline_of(family: str) -> str:
