@@ -36,10 +36,19 @@ NEW = [
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
     ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
-    ["configs/credit/flux1_dev/nft.yaml"],
-    ["configs/credit/flux2_dev/nft.yaml"],
+    ["configs/models/flux1_dev.yaml", "configs/methods/nft_distilled.yaml"],
+    *(
+        [
+            f"configs/models/{model}.yaml",
+            f"configs/methods/{method}.yaml",
+            f"configs/tasks/{own}.yaml",
+        ]
+        for model, own in (("flux1_kontext", "edits"), ("flux1_fill", "fills"))
+        for method in ("nft_distilled", "online_dpo")
+    ),
     ["configs/models/krea2.yaml", "configs/methods/flow_dpo.yaml"],
     ["configs/credit/sd15/b2_diffurl.yaml"],
+    ["configs/models/sd15.yaml", "configs/methods/diffusion_dpo.yaml"],
     ["configs/credit/sd35_medium/flow_dppo.yaml"],
     ["configs/credit/sd35_medium/flow_grpo_unguided.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/pcpo.yaml"],
