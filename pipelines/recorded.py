@@ -22,8 +22,9 @@ Calls = Sequence[tuple[str, Any]]
 class Leaf:
     """Says how one tensor among the results depends on the requests of a call."""
 
-    kind: Literal["state", "rows", "listed", "shared"]
-    """The initial state; one row per request; a list with a tensor per request; alike for all."""
+    kind: Literal["state", "rows", "listed", "lone", "shared"]
+    """The initial state; one row per request; a list with a tensor per request; one row for all
+    requests of a call, which therefore is of one; alike for all."""
     axis: int | None = None
     """Axis, of one request's row, whose length depends on the prompt."""
     value: Any = None
@@ -48,6 +49,8 @@ class Layout:
     @classmethod
     def of(cls, short: Calls, long: Calls, both: Calls, longest: int) -> "Layout":
         """Find the layout from a short prompt, a longer one, and the longer one twice.
+
+        The pictures of the short and of the longer one differ, if there are any.
 
         Raises:
             ValueError: The results do not tell one request from another.
@@ -77,7 +80,7 @@ class Layout:
         results = [_flat(calls)[0] for calls in recordings]
         cond = {}
         for k, leaf in enumerate(self.leaves):
-            if leaf.kind not in ("rows", "listed"):
+            if leaf.kind in ("state", "shared"):
                 continue
             found = [torch.stack(one[k]) if leaf.kind == "listed" else one[k] for one in results]
             if leaf.axis is not None:
@@ -88,8 +91,14 @@ class Layout:
         return cond
 
     def lengths(self, cond: Cond) -> Int[Tensor, "n texts"] | None:
-        """Return the lengths of each request's texts; None if texts have one length."""
+        """Return the lengths of each request's texts; None if texts have one length.
+
+        Requests that cannot share a call have a number each.
+        """
         found = [value for name, value in cond.items() if name.endswith(".length")]
+        for k, leaf in enumerate(self.leaves):
+            if leaf.kind == "lone":
+                found.append(torch.arange(len(cond[str(k)]), device=cond[str(k)].device))
         return torch.stack(found, 1) if found else None
 
     def returned(self, cond: Cond, x: Tensor) -> list[tuple[str, Any]]:
@@ -132,7 +141,11 @@ def _leaf(short: Any, long: Any, both: Any) -> Leaf:
         return Leaf("rows", _ragged(short, long))
     if short.shape != long.shape or long.shape != both.shape:
         raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
-    return Leaf("shared", value=short)
+    if torch.equal(short, long):
+        return Leaf("shared", value=short)
+    if long.shape[:1] != (1,):
+        raise ValueError(f"{tuple(long.shape)} differ by request, but have no row for each")
+    return Leaf("lone")
 
 
 def _ragged(short: Tensor, long: Tensor) -> int | None:

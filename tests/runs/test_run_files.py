@@ -28,7 +28,15 @@ OLD_LINES = 4932
 SINCE = (
     *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "qwen_image_2512"),
     *("z_image", "flux2_klein", "flux2_dev", "krea2", "qwen_image21", "sana"),
-    *("hunyuan_video15", "ltx2", "ltx_video_i2v", "wan22_5b_i2v", "wan22_14b_i2v"),
+    *(
+        "hunyuan_video15",
+        "hunyuan_video15_i2v",
+        "ltx2",
+        "ltx2_i2v",
+        "ltx_video_i2v",
+        "wan22_5b_i2v",
+        "wan22_14b_i2v",
+    ),
 )
 """The models that came after version 0.1."""
 

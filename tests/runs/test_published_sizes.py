@@ -1,4 +1,4 @@
-"""Plans of newer video models are those of networks of the published sizes."""
+"""Plans of models are those of networks of the published sizes."""
 
 import pytest
 
@@ -8,8 +8,15 @@ from tests.fixtures.published_sizes import FOLDERS, write_configurations
 from tests.fixtures.run_files import CONFIGS
 
 PARAMETERS = {
+    "flux1_dev": 11.9e9,
+    "flux1_kontext": 11.9e9,
+    "flux1_fill": 11.9e9,
+    "qwen_image": 20.4e9,
+    "qwen_image_edit": 20.4e9,
     "hunyuan_video15": 8.33e9,
+    "hunyuan_video15_i2v": 8.33e9,
     "ltx2": 18.9e9,
+    "ltx2_i2v": 18.9e9,
     "ltx_video_i2v": 1.92e9,
     "wan22_5b_i2v": 5.0e9,
     "wan22_14b_i2v": 2 * 14.3e9,
