@@ -32,8 +32,10 @@ from pipelines.replay import (
     Step,
     at_times,
     first_of,
+    idle,
     named_failures,
     replaying,
+    standing,
     stopped,
 )
 from pipelines.schedules import has_whole_times
@@ -62,13 +64,15 @@ class Call:
     pictures: NonNegativeInt = 0
     """Pictures that come with every prompt, for pipelines whose `__call__` takes an `image`: the
     first frame of clips, sources of edits elsewhere; with a mask where it takes a `mask_image`."""
+    one_request: bool = False
+    """Call the pipeline with one request at a time; those of Qwen-Image-Edit take no more."""
     decode_one: bool = False
     """Decode and encode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5
     takes no more."""
 
     def together(self, samples: Tensor) -> int:
         """Return how many of these samples the autoencoder gets together."""
-        return 1 if self.decode_one else max(1, len(samples))
+        return 1 if self.decode_one or self.one_request else max(1, len(samples))
 
 
 class AnyFlow(DiffusersPolicy):
@@ -156,7 +160,8 @@ class AnyFlow(DiffusersPolicy):
         self.pipe.set_progress_bar_config(disable=True)
         short = replace(self.blank_request, prompt=_SHORT)
         long = mirrored(replace(self.blank_request, prompt=_LONG))
-        probes = [recorded(self, requests) for requests in ([short], [long], [long, long])]
+        twice = [long] if self.call.one_request else [long, long]
+        probes = [recorded(self, requests) for requests in ([short], [long], twice)]
         with named_failures(self.path, self.pipeline_class):
             self.layout = Layout.of(*probes, longest=self.max_sequence_length)
         self.blank = self.layout.kept(probes[:1])
@@ -182,7 +187,7 @@ class AnyFlow(DiffusersPolicy):
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         check_taken(self, requests)
-        apart = self.layout.ragged or self.call.pictures > 0
+        apart = self.layout.ragged or self.call.pictures > 0 or self.call.one_request
         calls = [[request] for request in requests] if apart else [requests]
         return self.layout.kept([recorded(self, some) for some in calls])
 
@@ -221,8 +226,12 @@ class AnyFlow(DiffusersPolicy):
         """Run what the pipeline does after its last step."""
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
         others = replaying(self.layout.returned(rows, x))
-        others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
-        return run(self, len(x), others, "pt")
+        if "strength" not in inspect.signature(self.pipeline_class.__call__).parameters:
+            others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
+            return run(self, len(x), others, "pt")
+        others["scheduler"] = standing(self.pipe.scheduler)  # it refuses to make no step
+        with idle(self.denoiser):
+            return run(self, len(x), others, "pt")
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:

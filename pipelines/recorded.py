@@ -50,7 +50,8 @@ class Layout:
     def of(cls, short: Calls, long: Calls, both: Calls, longest: int) -> "Layout":
         """Find the layout from a short prompt, a longer one, and the longer one twice.
 
-        The pictures of the short and of the longer one differ, if there are any.
+        The pictures of the short and of the longer one differ, if there are any. A pipeline that
+        takes one request a call has the longer one once more in place of twice.
 
         Raises:
             ValueError: The results do not tell one request from another.
@@ -135,17 +136,23 @@ def _flat(calls: Calls) -> tuple[list[Any], TreeSpec]:
 def _leaf(short: Any, long: Any, both: Any) -> Leaf:
     if isinstance(short, list) and [len(one) for one in (short, long, both)] == [1, 1, 2]:
         return Leaf("listed", _ragged(short[0][None], long[0][None]))
+    if isinstance(short, list) and not _alike(short, long):
+        raise ValueError("a list of one request is not one tensor for each request of a call")
     if not isinstance(short, Tensor):
         return Leaf("shared", value=short)
     if both.shape[:1] == (2 * long.shape[0],) and both.shape[1:] == long.shape[1:]:
         return Leaf("rows", _ragged(short, long))
-    if short.shape != long.shape or long.shape != both.shape:
-        raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
-    if torch.equal(short, long):
+    if long.shape == both.shape and torch.equal(short, long):
         return Leaf("shared", value=short)
-    if long.shape[:1] != (1,):
-        raise ValueError(f"{tuple(long.shape)} differ by request, but have no row for each")
-    return Leaf("lone")
+    if long.shape != both.shape or long.shape[:1] != (1,):
+        raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
+    return Leaf("lone", _ragged(short, long))
+
+
+def _alike(short: list[Any], long: list[Any]) -> bool:
+    """Return whether two lists hold equal tensors, or none."""
+    pairs = [pair for pair in zip(short, long, strict=False) if isinstance(pair[0], Tensor)]
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _ragged(short: Tensor, long: Tensor) -> int | None:

@@ -92,6 +92,15 @@ class _Velocity:
         raise Reached(v)
 
 
+class _Standing(_Velocity):
+    """Has one time, and a step that changes nothing."""
+
+    times = torch.ones(1)
+
+    def step(self, v: Tensor, _t: Any, x: Tensor, **_: Any) -> Any:  # noqa: ARG002 (their signature)
+        return (x,)
+
+
 @cache
 def _mixed(mixin: type, kind: type) -> Any:
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
@@ -107,6 +116,21 @@ def at_times(scheduler: Any, times: Tensor) -> Any:
     made = _mixed(_Velocity, type(scheduler)).from_config(scheduler.config)
     made.times = times
     return made
+
+
+def standing(scheduler: Any) -> Any:
+    """Return a scheduler that makes one step, and changes nothing by it."""
+    return _mixed(_Standing, type(scheduler)).from_config(scheduler.config)
+
+
+@contextmanager
+def idle(network: nn.Module) -> Iterator[None]:
+    """Let a network return its state and compute nothing, inside this context."""
+    vars(network)["forward"] = lambda hidden_states, **_: (hidden_states,)
+    try:
+        yield
+    finally:
+        del vars(network)["forward"]
 
 
 @contextmanager
