@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowalign.functional.resizing import covering
 from flowalign.types import (
     Cond,
     ModelPlan,
@@ -27,7 +26,7 @@ from pipelines.folder import config_of
 from pipelines.intact import check_folder
 from pipelines.latent_map import LatentMap
 from pipelines.recorded import STATE, Layout, equal_calls
-from pipelines.references import as_picture, check_taken, hole_of
+from pipelines.references import check_taken
 from pipelines.replay import (
     Step,
     at_times,
@@ -117,16 +116,6 @@ class AnyFlow(DiffusersPolicy):
             kind = "first_frame" if self.num_frames else "source"
             self.takes = Takes(references=(count, count), kind=kind, mask=masked, crop=crop)
         self.blank_request = probe("", self.takes, self.height, self.width)
-
-    def pictures(self, request: Request) -> dict[str, Any]:
-        """Return the arguments of the pipeline's call that are pictures of a request."""
-        size = self.height, self.width
-        shown = [as_picture(covering(one.read(), *size)) for one in request.references]
-        found: dict[str, Any] = {"image": shown[0] if len(shown) == 1 else shown} if shown else {}
-        if request.mask is not None:
-            hole = hole_of(request.mask, request.references[0].read(), *size)
-            found["mask_image"] = as_picture(hole.float().expand(-1, 3, -1, -1))
-        return found
 
     def plan(self) -> ModelPlan:
         self.identify()

@@ -58,7 +58,7 @@ def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
     return {"text": pad(text, (0, 0, 0, missing)), "mask": pad(mask.bool(), (0, missing))}
 
 
-def ragged(texts: Sequence[Float[Tensor, "length d"]], longest: int) -> dict[str, Tensor]:
+def ragged(texts: Sequence[Tensor], longest: int) -> dict[str, Tensor]:
     """Return texts of several lengths padded for keeping, with their lengths."""
     lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
     rows = [pad(text, (0, 0, 0, longest - len(text))) for text in texts]

@@ -1,6 +1,8 @@
 """Wraps LTX-2 image-to-video with sound as a flowalign policy: requests come with a first frame."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from diffusers import LTX2ImageToVideoPipeline
@@ -23,6 +25,13 @@ class LTX2I2V(LTX2):
 
     pipeline_class = LTX2ImageToVideoPipeline
     takes = Takes(references=(1, 1), kind="first_frame")
+
+    def shape_of_latents(
+        self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
+    ) -> tuple[int, ...]:
+        if find_spec("av") is None:
+            raise ValueError("first frames of LTX-2 need av: pip install 'flowalign[video]'")
+        return super().shape_of_latents(transformer, vae)
 
     def encode(self, requests: Sequence[Request]) -> Cond:
         return {**super().encode(requests), "first": encoded(self, requests, self._compressed)}

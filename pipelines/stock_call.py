@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flowalign.functional.resizing import covering
 from flowalign.types import Request, prompts_of
 from pipelines.dry import dry
 from pipelines.recorded import STATE, Calls
+from pipelines.references import as_picture, hole_of
 from pipelines.replay import (
     Recording,
     Step,
@@ -73,7 +75,7 @@ def autocast(policy: "AnyFlow") -> Any:
 def _arguments(
     policy: "AnyFlow", requests: Sequence[Request], output_type: str, num_steps: int = 2
 ) -> dict[str, Any]:
-    pictures = policy.pictures(requests[0])
+    pictures = _pictures(policy, requests[0])
     given = {
         "prompt": prompts_of(requests),
         "height": policy.height,
@@ -84,6 +86,17 @@ def _arguments(
         "return_dict": False,
     }
     return accepted(policy.pipeline_class, given) | pictures | dict(policy.call.arguments)
+
+
+def _pictures(policy: "AnyFlow", request: Request) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call that are pictures of a request."""
+    size = policy.height, policy.width
+    shown = [as_picture(covering(one.read(), *size)) for one in request.references]
+    found: dict[str, Any] = {"image": shown[0] if len(shown) == 1 else shown} if shown else {}
+    if request.mask is not None:
+        hole = hole_of(request.mask, request.references[0].read(), *size)
+        found["mask_image"] = as_picture(hole.float().expand(-1, 3, -1, -1))
+    return found
 
 
 def rehearsed(policy: "AnyFlow", num_steps: int) -> tuple[tuple[int, ...], Tensor]:

@@ -20,6 +20,7 @@ from tests.fixtures.families import (
 )
 from tests.fixtures.policy_contract import PolicyContract
 from tests.fixtures.tiny_ltx2 import build_ltx2, new_ltx2, official_ltx2_i2v
+from tests.fixtures.tiny_video_others import of_clips
 
 pytestmark = pytest.mark.slow
 ALL = Streams(audio_guidance=4.0, perturbed=1.5, perturbed_blocks=(1,), modality=2.0, rescale=0.7)
@@ -80,6 +81,12 @@ def test_the_first_frame_is_compressed_and_encoded_as_in_the_official_pipeline(l
         theirs, plain = latents
         torch.testing.assert_close(first[k : k + 1].flatten(2), theirs, atol=1e-5, rtol=1e-5)
         assert (theirs - plain).abs().max() > 1e-3, "compression changes the picture"
+
+
+def test_a_machine_without_av_is_refused_before_weights(ltx2, monkeypatch):
+    monkeypatch.setattr("pipelines.ltx2_i2v.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"need av: pip install 'flowalign\[video\]'"):
+        of_clips(LTX2I2V, ltx2.path).plan()
 
 
 def test_the_frame_that_is_given_has_time_0_and_the_sound_has_that_of_the_clip(ltx2):
