@@ -102,10 +102,9 @@ def combination(
     A method that brings prompts of its own has those of the model behind it, where it needs them.
     """
     pair = known.get(f"credit/{model.name.partition('/')[2]}/{method}")
-    tried = [(pair,)]
-    if pair is None:
-        both = model, known[f"methods/{method}"]
-        tried = [both, *[(*both, one) for one in _prompts_of(model, known.values())]]
+    both = model, known[f"methods/{method}"]
+    behind = [both, *[(*both, one) for one in _prompts_of(model, known.values())]]
+    tried = behind if pair is None else [(pair,)]
     return next(filter(_fits, map(Combination, tried)), None)
 
 
