@@ -1,7 +1,8 @@
 """Wraps any flow-matching pipeline of diffusers as a policy, by its own unmodified `__call__`."""
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
@@ -9,23 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flowalign.types import Cond, ModelPlan, PositiveFloat, PositiveInt, Request, prompts_of
+from flowalign.types import (
+    Cond,
+    ModelPlan,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Request,
+    Takes,
+)
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
-from pipelines.encoding import clips_of, digest
+from pipelines.encoding import clips_of, digest, mirrored, probe
 from pipelines.estimates import kept_per_token
 from pipelines.folder import config_of
 from pipelines.intact import check_folder
 from pipelines.latent_map import LatentMap
 from pipelines.recorded import STATE, Layout, equal_calls
+from pipelines.references import check_taken
 from pipelines.replay import (
     Step,
     at_times,
     first_of,
-    has_whole_times,
+    idle,
     named_failures,
     replaying,
+    standing,
     stopped,
 )
+from pipelines.schedules import has_whole_times
 from pipelines.stock_call import autocast, recorded, rehearsed, run
 from pipelines.weights import ATTENTION, Lora, prepare_training
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
@@ -48,25 +60,31 @@ class Call:
     counts them, and refuses another number."""
     fps: PositiveFloat | None = None
     """Frames per second of clips; null for pictures."""
+    pictures: NonNegativeInt = 0
+    """Pictures that come with every prompt, for pipelines whose `__call__` takes an `image`: the
+    first frame of clips, sources of edits elsewhere; with a mask where it takes a `mask_image`."""
+    one_request: bool = False
+    """Call the pipeline with one request at a time; those of Qwen-Image-Edit take no more."""
     decode_one: bool = False
     """Decode and encode one sample at a time: less memory, and the autoencoder of HunyuanVideo 1.5
     takes no more."""
 
     def together(self, samples: Tensor) -> int:
         """Return how many of these samples the autoencoder gets together."""
-        return 1 if self.decode_one else max(1, len(samples))
+        return 1 if self.decode_one or self.one_request else max(1, len(samples))
 
 
 class AnyFlow(DiffusersPolicy):
-    """Wraps any flow-matching pipeline that makes one state from a prompt, of one network.
+    """Wraps any flow-matching pipeline that makes one state from a request, of one network.
 
     The pipeline's `__call__` computes everything. What it encodes is recorded once per request and
     returned to it again; with a scheduler of one time it gives the velocity, with one of no time
     it decodes. States are those of the pipeline's sampler, packed where it packs. `load` makes two
     steps and refuses a pipeline whose steps are not replayed.
 
-    It is the fallback where a family has no policy of its own, which is faster and whose plan
-    also has the memory of encoders and decoder. It takes no pictures.
+    Pictures of a request cover the policy's size, are cropped to it around their centre, and go to
+    the pipeline as its `image`. It is the fallback where a family has no policy of its own, which
+    is faster and whose plan also has the memory of encoders and decoder.
     """
 
     def __init__(
@@ -87,9 +105,17 @@ class AnyFlow(DiffusersPolicy):
         self.rehearsal: Any = None
 
     def identify(self) -> None:
-        """Find the classes of pipeline and network, by configuration files."""
-        self.pipeline_class, self.transformer_class = wrapped_classes(self.path, self.part)
+        """Find the classes of pipeline and network, by configuration files, and what it takes."""
+        self.pipeline_class, self.transformer_class = wrapped_classes(
+            self.path, self.part, self.call.pictures
+        )
         check_arguments(self.pipeline_class, self.call.arguments)
+        if count := self.call.pictures:
+            masked = "mask_image" in inspect.signature(self.pipeline_class.__call__).parameters
+            crop = (self.height, self.width) if masked else None
+            kind = "first_frame" if self.num_frames else "source"
+            self.takes = Takes(references=(count, count), kind=kind, mask=masked, crop=crop)
+        self.blank_request = probe("", self.takes, self.height, self.width)
 
     def plan(self) -> ModelPlan:
         self.identify()
@@ -114,14 +140,17 @@ class AnyFlow(DiffusersPolicy):
 
     def load(self, device: torch.device) -> None:
         self.read(device)
-        check_replay(self, _LONG)
+        check_replay(self, mirrored(replace(self.blank_request, prompt=_LONG)))
 
     def read(self, device: torch.device) -> None:
         """Read the weights and find the layout of conditions, and check no step."""
         self.identify()
         super().load(device)
         self.pipe.set_progress_bar_config(disable=True)
-        probes = [recorded(self, texts) for texts in ([_SHORT], [_LONG], [_LONG, _LONG])]
+        short = replace(self.blank_request, prompt=_SHORT)
+        long = mirrored(replace(self.blank_request, prompt=_LONG))
+        twice = [long] if self.call.one_request else [long, long]
+        probes = [recorded(self, requests) for requests in ([short], [long], twice)]
         with named_failures(self.path, self.pipeline_class):
             self.layout = Layout.of(*probes, longest=self.max_sequence_length)
         self.blank = self.layout.kept(probes[:1])
@@ -136,7 +165,8 @@ class AnyFlow(DiffusersPolicy):
         patch = prod(patch) if isinstance(patch, list | tuple) else patch**2
         packed = len(latent_shape) == 2
         places = latent_shape[0] if packed else prod(latent_shape[1:]) // patch
-        return places + self.max_sequence_length
+        sources = 0 if self.takes.mask or self.takes.kind != "source" else self.call.pictures
+        return (1 + sources) * places + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:  # noqa: ARG002
         """Return the sigmas that the pipeline sets; one step goes from the first of them to 0."""
@@ -145,9 +175,10 @@ class AnyFlow(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        prompts = prompts_of(requests)
-        apart = [[prompt] for prompt in prompts] if self.layout.ragged else [prompts]
-        return self.layout.kept([recorded(self, some) for some in apart])
+        check_taken(self, requests)
+        apart = self.layout.ragged or self.call.pictures > 0 or self.call.one_request
+        calls = [[request] for request in requests] if apart else [requests]
+        return self.layout.kept([recorded(self, some) for some in calls])
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         if self.evaluations_per_velocity != self.call.evaluations:
@@ -184,8 +215,12 @@ class AnyFlow(DiffusersPolicy):
         """Run what the pipeline does after its last step."""
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in self.blank.items()}
         others = replaying(self.layout.returned(rows, x))
-        others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
-        return run(self, len(x), others, "pt")
+        if "strength" not in inspect.signature(self.pipeline_class.__call__).parameters:
+            others["scheduler"] = at_times(self.pipe.scheduler, x.new_zeros(0))
+            return run(self, len(x), others, "pt")
+        others["scheduler"] = standing(self.pipe.scheduler)  # it refuses to make no step
+        with idle(self.denoiser):
+            return run(self, len(x), others, "pt")
 
     @torch.no_grad()
     def embed(self, media: Tensor) -> Tensor:
@@ -210,12 +245,13 @@ class AnyFlow(DiffusersPolicy):
                 settings = self.precision, arguments, kept
                 text = digest(part, config.to_dict(), text, words, *settings)
         vae = self.pipe.vae
-        return digest(vae, vae.config, self.height, self.width, *arguments), text
+        media = digest(vae, vae.config, self.height, self.width, *arguments)
+        return media, f"{media}{text}" if self.call.pictures else text
 
     @torch.no_grad()
-    def difference(self, steps: Sequence[Step], prompt: str) -> float:
+    def difference(self, steps: Sequence[Step], request: Request) -> float:
         """Return how far replayed velocities are from a rollout's, relative to the largest."""
-        cond = self.encode([Request(prompt)])
+        cond = self.encode([request])
         found = [self.velocity(step.x.float(), step.sigma, cond) - step.v.float() for step in steps]
         each = [
             off.abs().max() / step.v.abs().max() for off, step in zip(found, steps, strict=True)

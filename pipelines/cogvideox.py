@@ -7,24 +7,18 @@ import torch
 from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import Tensor
 
-from flowalign.functional.diffusion import (
-    even_times,
-    flow_sigmas,
-    flow_velocity,
-    fractional_time,
-    norm,
-    preserving_state,
-)
+from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, Guidance, Request, prompts_of
 from pipelines.base import Precision
-from pipelines.video import Memory, Video, VideoPolicy, allowed_frames
-from pipelines.weights import Lora
+from pipelines.discrete_times import flow_of, trailing_sigmas
+from pipelines.guidance import guided, with_negatives
+from pipelines.video import Memory, Video, VideoPolicy, allowed_frames, refuse_decode_frames
+from pipelines.weights import ATTENTION, Lora
 
-LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Default adapter: on the attention of every block.
-
-A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
-"""
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: on the attention of every block."""
+WORDS = 226
+"""Length of prompts in tokens of the published models; the folder's network replaces it."""
 
 
 class CogVideoX(VideoPolicy):
@@ -43,8 +37,6 @@ class CogVideoX(VideoPolicy):
     pipeline_class = CogVideoXPipeline
     transformer_class = CogVideoXTransformer3DModel
     joint_text = True
-    max_sequence_length = 226
-    """Length of prompts in tokens of the published models; the folder's network replaces it."""
 
     def __init__(
         self,
@@ -55,14 +47,9 @@ class CogVideoX(VideoPolicy):
         precision: Precision = "bf16",
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, lora, precision, memory)
-        if memory.decode_frames is not None:
-            raise ValueError(
-                f"memory.decode_frames is {memory.decode_frames}; CogVideoX decodes two latent "
-                "frames at a time and can do nothing else: leave it out"
-            )
-        self.guidance = guidance
-        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        super().__init__(path, video, guidance, lora, precision, WORDS, memory)
+        reason = "CogVideoX decodes two latent frames at a time and can do nothing else"
+        refuse_decode_frames(memory, f"{reason}: leave it out")
 
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
         pixels = 2 ** (len(vae["block_out_channels"]) - 1)
@@ -87,42 +74,36 @@ class CogVideoX(VideoPolicy):
         return super().shape_of_latents(transformer, vae)
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        table = _table(scheduler)
-        return torch.cat([table[even_times(num_steps, len(table))], table.new_zeros(1)])
+        return trailing_sigmas(scheduler, num_steps)
 
     def noise(self, num_samples: int, generator: torch.Generator) -> Tensor:
         return norm(self.schedule(1)[0]) * super().noise(num_samples, generator)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
                 prompts_of(requests),
                 None,
-                guided,
+                self.guidance > 1,
                 max_sequence_length=self.max_sequence_length,
                 device=self.denoiser.device,
             )
-        return {"text": text, "text_neg": text_neg} if guided else {"text": text}
+        return with_negatives({"text": text}, {"text": text_neg}, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        sigma = sigma.expand(len(x))
-        if self.guidance <= 1:
-            return self._unguided(x, sigma, cond["text"])
-        text = torch.cat([cond["text_neg"], cond["text"]])
-        v_neg, v = self._unguided(torch.cat([x, x]), sigma.repeat(2), text).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
 
-    def _unguided(self, x: Tensor, sigma: Tensor, text: Tensor) -> Tensor:
-        scheduler = self.pipe.scheduler
-        prediction = self.call_denoiser(
-            preserving_state(x, sigma).transpose(1, 2),
-            timestep=fractional_time(sigma, _table(scheduler).to(x.device)),
-            encoder_hidden_states=text,
-            image_rotary_emb=self._positions(x),
-        ).transpose(1, 2)
-        return flow_velocity(scheduler.config.prediction_type, prediction, x, sigma)
+    def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
+        def predict(state: Tensor, time: Tensor) -> Tensor:
+            return self.call_denoiser(
+                state.transpose(1, 2),
+                timestep=time,
+                encoder_hidden_states=cond["text"],
+                image_rotary_emb=self._positions(x),
+            ).transpose(1, 2)
+
+        return flow_of(self.pipe.scheduler, predict, x, sigma)
 
     def _positions(self, x: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute the rotary embeddings of the tokens; None for networks without (only 5B has)."""
@@ -131,8 +112,3 @@ class CogVideoX(VideoPolicy):
         return self.pipe._prepare_rotary_positional_embeddings(
             self.height, self.width, x.shape[2], x.device
         )
-
-
-def _table(scheduler: Any) -> Tensor:
-    """Return the flow sigmas of the model's discrete times, computed in the scheduler's float64."""
-    return flow_sigmas(scheduler.alphas_cumprod).float()

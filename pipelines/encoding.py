@@ -2,12 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from flowalign.functional.resizing import covering
 from flowalign.types import Reference, Request, Takes
@@ -46,6 +48,23 @@ def clips_of(
     return 2 * frames.unflatten(0, (-1, num_frames)).transpose(1, 2) - 1
 
 
+def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
+    """Return text tokens padded to a length, and the mask of those that are no padding.
+
+    No mask means that there is no padding yet.
+    """
+    missing = length - text.shape[1]
+    mask = text.new_ones(text.shape[:2]) if mask is None else mask
+    return {"text": pad(text, (0, 0, 0, missing)), "mask": pad(mask.bool(), (0, missing))}
+
+
+def ragged(texts: Sequence[Tensor], longest: int) -> dict[str, Tensor]:
+    """Return texts of several lengths padded for keeping, with their lengths."""
+    lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
+    rows = [pad(text, (0, 0, 0, longest - len(text))) for text in texts]
+    return {"text": torch.stack(rows), "length": lengths}
+
+
 def scaled_latents(vae: Any, pictures: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n C h2 w2"]:
     """Encode pictures in [-1, 1] to latents (the mode), normalised by one shift and one factor."""
     z = vae.encode(pictures, return_dict=False)[0].mode()
@@ -80,3 +99,14 @@ def probe(prompt: str, takes: Takes, height: int, width: int) -> Request:
     half = (columns > 0.5).float()[:, None].expand(1, 3, height, width)
     mask = Reference("half", f"half of {height} x {width}", lambda: half)
     return Request(prompt, (picture,) * takes.references[0], mask if takes.mask else None)
+
+
+def mirrored(request: Request) -> Request:
+    """Return a request whose pictures are those of another from right to left."""
+    turned = [
+        Reference(
+            f"{one.name} mirrored", f"{one.digest} mirrored", lambda one=one: one.read().flip(-1)
+        )
+        for one in request.references
+    ]
+    return replace(request, references=tuple(turned))

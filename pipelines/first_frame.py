@@ -5,28 +5,40 @@ the velocity leads from the state straight to the given frame, so that whole cli
 decoded and noised like any other, and the network gets no gradient for a frame that it is given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float
+from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Request
+from pipelines.encoding import digest
 from pipelines.references import first_frames
 from pipelines.video import VideoPolicy
 
 
 @torch.no_grad()
-def encoded(policy: VideoPolicy, requests: Sequence[Request]) -> Float[Tensor, "n C 1 h w"]:
+def encoded(
+    policy: VideoPolicy,
+    requests: Sequence[Request],
+    prepared: Callable[[Image.Image], Image.Image] = lambda frame: frame,
+) -> Float[Tensor, "n C 1 h w"]:
     """Return the normalised latents of the first frame of each request; equal ones are made once.
 
-    A frame is cropped around its centre to the aspect ratio of the video, then treated like in the
-    pipeline.
+    A frame is cropped around its centre to the aspect ratio of the video, prepared, and then
+    treated like in the pipeline.
     """
     frames, rows = first_frames(requests, policy.width / policy.height)
     processor, device = policy.pipe.video_processor, policy.pipe.vae.device
-    pixels = [processor.preprocess(one, policy.height, policy.width) for one in frames]
+    pixels = [processor.preprocess(prepared(one), policy.height, policy.width) for one in frames]
     return torch.cat([policy.latents(one[:, :, None].to(device)) for one in pixels])[rows]
+
+
+def with_image_encoder(policy: VideoPolicy, text: str) -> str:
+    """Return the identity of a policy's text encoder together with that of its image encoder."""
+    encoder = policy.pipe.components["image_encoder"]
+    return text if encoder is None else digest(encoder, encoder.config.to_dict(), text)
 
 
 def shown(

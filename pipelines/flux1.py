@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
+from pipelines.intact import check_channels
 from pipelines.packing import grid_of, pack, positions, unpack
 from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
@@ -79,12 +80,8 @@ class Flux1(DiffusersPolicy):
                 f"embedded_guidance is {self.embedded_guidance}; {self.path} needs {wanted}"
             )
         channels = 4 * (vae["latent_channels"] + self.condition_channels(vae))
-        if transformer["in_channels"] != channels:
-            raise ValueError(
-                f"the network of {self.path} takes {transformer['in_channels']} channels, "
-                f"{type(self).__name__} gives it {channels}:\n"
-                "FLUX.1 is pipelines.flux1.Flux1, FLUX.1 Fill pipelines.flux1_fill.Flux1Fill"
-            )
+        kinds = "FLUX.1 is pipelines.flux1.Flux1, FLUX.1 Fill pipelines.flux1_fill.Flux1Fill"
+        check_channels(self, transformer, channels, kinds)
         return vae["latent_channels"], 2 * self.grid[0], 2 * self.grid[1]
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:

@@ -44,14 +44,8 @@ class Flux1Fill(Flux1):
         gradient_checkpointing: bool = False,
     ):
         super().__init__(
-            path,
-            height,
-            width,
-            embedded_guidance,
-            lora,
-            precision,
-            max_sequence_length,
-            gradient_checkpointing,
+            *(path, height, width, embedded_guidance, lora, precision),
+            *(max_sequence_length, gradient_checkpointing),
         )
         self.takes = Takes(references=(1, 1), mask=True, kind="source", crop=(height, width))
 

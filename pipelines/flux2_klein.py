@@ -7,10 +7,11 @@ import torch
 from diffusers import Flux2KleinPipeline
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request
+from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.flux2 import LORA, Flux2
 from pipelines.folder import setting_of
+from pipelines.guidance import read_with_negatives
 from pipelines.weights import Lora
 
 
@@ -53,10 +54,12 @@ class Flux2Klein(Flux2):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        cond = super().encode(requests)
-        if self.guidance <= 1:
-            return cond
-        return {**cond, "text_neg": self.read([""] * len(requests))}
+        return read_with_negatives(
+            lambda prompts: {"text": self.read(prompts)},
+            prompts_of(requests),
+            "",
+            self.guidance > 1,
+        )
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         v = super().velocity(x, sigma, cond)

@@ -41,10 +41,8 @@ class HunyuanVideo(HunyuanBase):
         max_sequence_length: PositiveInt = 256,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, lora, precision, memory)
-        self.embedded_guidance, self.guidance = embedded_guidance, guidance
-        self.max_sequence_length = max_sequence_length
-        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        self.embedded_guidance = embedded_guidance
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]

@@ -11,7 +11,8 @@ from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import DTYPES, Precision
 from pipelines.folder import file_in, read_json
 from pipelines.hunyuan_base import HunyuanBase
-from pipelines.video import Memory, Video
+from pipelines.intact import parts_of
+from pipelines.video import Memory, Video, refuse_decode_frames
 from pipelines.weights import Lora
 
 _FIXED = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
@@ -32,7 +33,7 @@ class HunyuanVideo15(HunyuanBase):
     weight_name="pytorch_lora_weights.safetensors").
     """
 
-    pipeline_class = HunyuanVideo15Pipeline
+    pipeline_class: Any = HunyuanVideo15Pipeline
     transformer_class = HunyuanVideo15Transformer3DModel
     one_by_one = True
 
@@ -46,14 +47,9 @@ class HunyuanVideo15(HunyuanBase):
         max_sequence_length: PositiveInt = 1000,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, lora, precision, memory)
-        if memory.decode_frames is not None:
-            raise ValueError(
-                f"memory.decode_frames is {memory.decode_frames}; the decoder of HunyuanVideo 1.5 "
-                "attends over all frames: use memory.tile"
-            )
-        self.guidance, self.max_sequence_length = guidance, max_sequence_length
-        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        reason = "the decoder of HunyuanVideo 1.5 attends over all frames: use memory.tile"
+        refuse_decode_frames(memory, reason)
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
@@ -65,6 +61,12 @@ class HunyuanVideo15(HunyuanBase):
             raise ValueError(
                 f"the guider of {self.path} has {strange[0]} {other[strange[0]]}; "
                 f"HunyuanVideo15 computes {fixed[strange[0]]}"
+            )
+        pictures = "image_encoder" in parts_of(self.pipeline_class, self.path)
+        if pictures and not self.takes.references[1]:
+            raise ValueError(
+                f"{self.path} has image_encoder, so it is for clips from a first frame: "
+                "take pipelines.hunyuan15_i2v.HunyuanVideo15I2V"
             )
         if transformer.get("use_meanflow"):
             raise ValueError(
@@ -84,15 +86,18 @@ class HunyuanVideo15(HunyuanBase):
         return dict(zip(("text", "mask", "glyphs", "glyph_mask"), found, strict=True))
 
     def unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        dtype = DTYPES[self.precision]
-        no_frame = x.new_zeros(len(x), 1 + x.shape[1], *x.shape[2:])  # no latents, nor their mask
-        features = self.pipe.vision_num_semantic_tokens, self.pipe.vision_states_dim
+        frame, features = self.first_frame(x, cond)
         return self.call_denoiser(
-            torch.cat([x, no_frame], 1),
-            timestep=(1000 * sigma).to(dtype),  # rounded like in the pipeline
-            image_embeds=x.new_zeros(len(x), *features, dtype=dtype),
+            torch.cat([x, frame], 1),
+            timestep=(1000 * sigma).to(DTYPES[self.precision]),  # rounded like in the pipeline
+            image_embeds=features.to(DTYPES[self.precision]),
             encoder_hidden_states=cond["text"],
             encoder_attention_mask=cond["mask"],
             encoder_hidden_states_2=cond["glyphs"],
             encoder_attention_mask_2=cond["glyph_mask"],
         )
+
+    def first_frame(self, x: Tensor, cond: Cond) -> tuple[Tensor, Tensor]:  # noqa: ARG002 (HunyuanVideo15I2V uses it)
+        """Return latents and mask of a given first frame, and its features; zeros say none."""
+        features = self.pipe.vision_num_semantic_tokens, self.pipe.vision_states_dim
+        return x.new_zeros(len(x), 1 + x.shape[1], *x.shape[2:]), x.new_zeros(len(x), *features)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Cond, Request, prompts_of
+from pipelines.guidance import guided, read_with_negatives
 from pipelines.video import VideoPolicy
 
 
@@ -46,17 +47,7 @@ class HunyuanBase(VideoPolicy):
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
         with self.text_encoders():
-            cond = self.read(prompts_of(requests))
-            if self.guidance <= 1:
-                return cond
-            empty = self.read([""] * len(requests))
-        return cond | {f"{name}_neg": value for name, value in empty.items()}
+            return read_with_negatives(self.read, prompts_of(requests), "", self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        sigma = sigma.expand(len(x))
-        plain = {name: value for name, value in cond.items() if not name.endswith("_neg")}
-        if self.guidance <= 1:
-            return self.unguided(x, sigma, plain)
-        both = {n: torch.cat([cond[f"{n}_neg"], value]) for n, value in plain.items()}
-        v_neg, v = self.unguided(torch.cat([x, x]), sigma.repeat(2), both).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self.unguided, x, sigma.expand(len(x)), cond, self.guidance)

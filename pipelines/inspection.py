@@ -25,14 +25,16 @@ def inspect_pipeline(
     policy = AnyFlow(path, height, width, Call(arguments=arguments), lora=None, precision="fp32")
     policy.read(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
-    steps, rows = rollout(policy, [_PROMPT], 4)
+    steps, rows = rollout(policy, [Request(_PROMPT)], 4)
     policy.evaluations_per_velocity = rows // len(steps)
     return {
         "pipeline": f"{policy.pipeline_class.__name__}, {type(network).__name__} of "
         f"{sum(p.numel() for p in network.parameters()):,} parameters",
         "encode": _tried(lambda: _shapes(policy)),
         "velocity": f"{rows / len(steps):g} evaluations for a step, state {tuple(state.shape[1:])}",
-        "replay": _tried(lambda: f"off by {policy.difference(steps, _PROMPT):.1e} in 4 steps"),
+        "replay": _tried(
+            lambda: f"off by {policy.difference(steps, Request(_PROMPT)):.1e} in 4 steps"
+        ),
         "decode": _tried(lambda: f"media {tuple(policy.decode(state).shape[1:])}"),
         "embed": _tried(lambda: _embedded(policy, state)),
         "LoRA targets": _targets(network),

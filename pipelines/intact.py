@@ -47,6 +47,19 @@ def check_folder(
         _check_configurations(Path(path) / name, *components[name])
 
 
+def check_channels(policy: Any, transformer: Mapping[str, Any], given: int, kinds: str) -> None:
+    """Check that the network of a policy takes as many channels as it is given.
+
+    Raises:
+        ValueError: It takes others; the message names the policies of each of the `kinds`.
+    """
+    if transformer["in_channels"] != given:
+        raise ValueError(
+            f"the network of {policy.path} takes {transformer['in_channels']} channels, "
+            f"{type(policy).__name__} gives it {given}:\n{kinds}"
+        )
+
+
 def _strangeness(
     pipeline: type[DiffusionPipeline], path: str, part: str, network: str, unused: Collection[str]
 ) -> str | None:

@@ -1,7 +1,6 @@
 """Wraps LTX-Video (text to video) as a flowalign policy."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -12,21 +11,15 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
 from pipelines.framewise import windows
+from pipelines.guidance import guided, with_negatives
 from pipelines.schedules import sized_sigmas
 from pipelines.video import Memory, Video, VideoPolicy
-from pipelines.weights import Lora
+from pipelines.weights import ATTENTION, Lora
 
-LORA = Lora(target_modules=("to_q", "to_k", "to_v", "to_out.0"))
-"""Default adapter: on self- and cross-attention of every block.
-
-A run file that gives some fields of `lora` gets the others from `Lora`, not from here.
-"""
-
+LORA = Lora(target_modules=ATTENTION)
+"""Default adapter: on self- and cross-attention of every block."""
 DECODE_TIME, DECODE_NOISE = 0.05, 0.025
-"""Timestep input and noise share for a decoder that performs the last denoising step itself.
-
-Source: diffusers' guide to LTX-Video, for 0.9.1 and later.
-"""
+"""Timestep input and noise share of decoders with the last step (diffusers' guide, from 0.9.1)."""
 
 
 class LTX(VideoPolicy):
@@ -54,9 +47,7 @@ class LTX(VideoPolicy):
         max_sequence_length: PositiveInt = 128,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, lora, precision, memory)
-        self.guidance, self.max_sequence_length = guidance, max_sequence_length
-        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
 
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
         halved = 2 ** sum(vae["spatio_temporal_scaling"])
@@ -83,40 +74,33 @@ class LTX(VideoPolicy):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        guided = self.guidance > 1
         with self.text_encoders():
             text, mask, text_neg, mask_neg = self.pipe.encode_prompt(
                 prompts_of(requests),
                 None,
-                guided,
+                self.guidance > 1,
                 max_sequence_length=self.max_sequence_length,
                 device=self.denoiser.device,
             )
-        cond = {"text": text, "mask": mask}
-        return cond | {"text_neg": text_neg, "mask_neg": mask_neg} if guided else cond
+        negative = {"text": text_neg, "mask": mask_neg}
+        return with_negatives({"text": text, "mask": mask}, negative, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        time = self.times(x, sigma)
-        if self.guidance <= 1:
-            return self._unguided(x, time, cond["text"], cond["mask"])
-        text = torch.cat([cond["text_neg"], cond["text"]])
-        mask = torch.cat([cond["mask_neg"], cond["mask"]])
-        v_neg, v = self._unguided(torch.cat([x, x]), torch.cat([time, time]), text, mask).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self._unguided, x, self.times(x, sigma), cond, self.guidance)
 
     def times(self, x: Tensor, sigma: Tensor) -> Tensor:
         """Return the network's timestep input: [n], or [n, tokens] with one per token."""
         return 1000 * sigma.expand(len(x))
 
-    def _unguided(self, x: Tensor, time: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    def _unguided(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         frames, height, width = self.grid
         seconds = self.pipe.vae_temporal_compression_ratio / self.video.fps
         pixels = self.pipe.vae_spatial_compression_ratio
         v = self.call_denoiser(
             x.flatten(2).mT,
             timestep=time,
-            encoder_hidden_states=text,
-            encoder_attention_mask=mask,
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
             num_frames=frames,
             height=height,
             width=width,
@@ -131,9 +115,5 @@ class LTX(VideoPolicy):
             z = (1 - DECODE_NOISE) * z + DECODE_NOISE * noise.to(z)
             time = z.new_full((len(z),), DECODE_TIME)
         size = self.memory.decode_frames or z.shape[2]
-        decode = partial(_decoded, vae, time)
-        return windows(decode, z, size, self.pipe.vae_temporal_compression_ratio)
-
-
-def _decoded(vae: Any, time: Tensor | None, z: Tensor) -> Tensor:
-    return vae.decode(z, time, return_dict=False)[0]
+        unit = self.pipe.vae_temporal_compression_ratio
+        return windows(lambda part: vae.decode(part, time, return_dict=False)[0], z, size, unit)

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -38,6 +40,38 @@ class Streams:
             "isolated": (self.modality - 1, self.modality - 1),
         }
         return {name: pair for name, pair in found.items() if max(pair) > 0}
+
+    def inputs(self, name: str) -> dict[str, Any]:
+        """Return what the network gets in the evaluation of this name, beside the conditional."""
+        ways = {
+            "perturbed": {"spatio_temporal_guidance_blocks": list(self.perturbed_blocks)},
+            "isolated": {"isolate_modalities": True},
+        }
+        return ways.get(name, {})
+
+    def check_blocks(self, depth: int, path: str) -> None:
+        """Raise ValueError if the network at `path` lacks the blocks that are to be perturbed."""
+        blocks = self.perturbed_blocks
+        if self.perturbed > 0 and not all(block < depth for block in blocks or [depth]):
+            raise ValueError(
+                f"streams.perturbed_blocks is {list(blocks)}; {path} has blocks 0 to "
+                f"{depth - 1}: name some of them, or set streams.perturbed to 0"
+            )
+
+
+def guided_streams(
+    states: Sequence[Tensor],
+    sigma: Float[Tensor, "n"],
+    v: Sequence[Tensor],
+    others: Sequence[tuple[tuple[float, float], Sequence[Tensor]]],
+    rescale: float,
+) -> Float[Tensor, "n d"]:
+    """Return the flat velocity of video and audio, each guided by its own weights of `others`."""
+    parts = [
+        guided(x.flatten(1), sigma, v[k], [(weight[k], u[k]) for weight, u in others], rescale)
+        for k, x in enumerate(states)
+    ]
+    return torch.cat(parts, 1)
 
 
 def guided(

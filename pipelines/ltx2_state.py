@@ -31,7 +31,7 @@ class Parts:
         """Draw the video's noise and then the audio's, in the order of the pipeline."""
         shapes = self.video, self.audio
         drawn = [torch.randn(num_samples, *shape, generator=generator) for shape in shapes]
-        return torch.cat([one.flatten(1) for one in drawn], 1)
+        return self.joined(*drawn)
 
     def split(
         self, x: Float[Tensor, "n d"]
@@ -39,6 +39,12 @@ class Parts:
         """Return the latents of video and audio."""
         video, audio = x.split([prod(self.video), prod(self.audio)], 1)
         return video.unflatten(1, self.video), audio.unflatten(1, self.audio)
+
+    def joined(
+        self, video: Float[Tensor, "n C f h w"], audio: Float[Tensor, "n c l m"]
+    ) -> Float[Tensor, "n d"]:
+        """Return the state of these latents of video and audio."""
+        return torch.cat([video.flatten(1), audio.flatten(1)], 1)
 
     def audio_of(self, tokens: Float[Tensor, "n l t"]) -> Float[Tensor, "n c l m"]:
         """Return the audio latents of tokens, one along time each."""

@@ -8,11 +8,12 @@ import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
-from pipelines.base import DiffusersPolicy, Precision
-from pipelines.encoding import only_frame
+from pipelines.base import Precision
+from pipelines.clip_pictures import ClipPictures
+from pipelines.encoding import padded
+from pipelines.guidance import read_with_negatives
 from pipelines.packing import grid_of, pack, unpack
 from pipelines.schedules import rounded_times, sized_sigmas
 from pipelines.weights import Lora
@@ -21,7 +22,7 @@ NEGATIVE = " "
 """Negative prompt of guidance. Source: diffusers' page on Qwen-Image; none means no guidance."""
 
 
-class QwenImage(DiffusersPolicy):
+class QwenImage(ClipPictures):
     """Wraps a `QwenImagePipeline` folder or hub identifier as a text-to-image policy.
 
     `guidance` above 1 makes the guided velocity the policy, at two evaluations each; every token of
@@ -70,11 +71,9 @@ class QwenImage(DiffusersPolicy):
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        cond = self.read(prompts_of(requests))
-        if self.guidance <= 1:
-            return cond
-        empty = self.read([self.negative] * len(requests))
-        return cond | {f"{name}_neg": value for name, value in empty.items()}
+        return read_with_negatives(
+            self.read, prompts_of(requests), self.negative, self.guidance > 1
+        )
 
     def read(self, prompts: list[str]) -> dict[str, Tensor]:
         """Encode prompts to text and mask, padded to one length."""
@@ -113,38 +112,6 @@ class QwenImage(DiffusersPolicy):
     def seen(self, x: Tensor, cond: Cond) -> tuple[Tensor, list[tuple[int, int, int]]]:  # noqa: ARG002 (QwenImageEdit uses it)
         """Return the tokens that the network gets, those of x first, and the pictures' shapes."""
         return pack(x), [(1, *self.grid)]
-
-    def decoded(self, x: Tensor) -> Tensor:
-        mean, std = self._channelwise()
-        image = self.pipe.vae.decode((x * std + mean)[:, :, None], return_dict=False)[0]
-        return (image / 2 + 0.5).clamp(0, 1).transpose(1, 2)
-
-    @torch.no_grad()
-    def embed(self, media: Tensor) -> Tensor:
-        pixels = media.to(self.pipe.vae.device, torch.float32)
-        return self.latents(only_frame(pixels, self.height, self.width, self.path))
-
-    def latents(self, pictures: Tensor) -> Tensor:
-        """Encode pictures in [-1, 1] to normalised latents (the mode)."""
-        mean, std = self._channelwise()
-        z = self.pipe.vae.encode(pictures[:, :, None], return_dict=False)[0].mode()
-        return (z[:, :, 0] - mean) / std
-
-    def _channelwise(self) -> list[Tensor]:
-        """Return mean and standard deviation of raw latents, by which x is normalised."""
-        vae = self.pipe.vae
-        values = torch.tensor([vae.config.latents_mean, vae.config.latents_std], device=vae.device)
-        return list(values[:, :, None, None])
-
-
-def padded(text: Tensor, mask: Tensor | None, length: int) -> dict[str, Tensor]:
-    """Return text tokens padded to a length, and the mask of those that are no padding.
-
-    No mask means that there is no padding yet.
-    """
-    missing = length - text.shape[1]
-    mask = text.new_ones(text.shape[:2]) if mask is None else mask
-    return {"text": pad(text, (0, 0, 0, missing)), "mask": pad(mask.bool(), (0, missing))}
 
 
 def with_norm_of(v: Float[Tensor, "n tokens d"], guided: Tensor) -> Float[Tensor, "n tokens d"]:

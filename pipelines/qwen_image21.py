@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt
 from pipelines.base import Precision
+from pipelines.encoding import ragged
 from pipelines.folder import setting_of
 from pipelines.packing import grid_of
 from pipelines.qwen_image import QwenImage
@@ -81,9 +82,7 @@ class QwenImage21(QwenImage):
                 raise ValueError(
                     f"{prompt!r} has {len(text)} tokens; policy.max_sequence_length is {longest}"
                 )
-        lengths = torch.tensor([len(text) for text in texts], device=texts[0].device)
-        rows = [pad(text, (0, 0, 0, longest - len(text))) for text in texts]
-        return {"text": torch.stack(rows), "length": lengths}
+        return ragged(texts, longest)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         return one_kind_at_a_time(super().velocity, cond["length"], x, sigma, cond)

@@ -1,38 +1,24 @@
 """Wraps Qwen-Image-Edit Plus as a flowalign policy: requests come with one to several pictures."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from diffusers import QwenImageEditPlusPipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage_edit_plus import (
-    CONDITION_IMAGE_SIZE,
-    calculate_dimensions,
-)
 from PIL import Image
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
+from pipelines.encoding import padded
+from pipelines.guidance import with_negatives
 from pipelines.packing import pack
-from pipelines.qwen_image import QwenImage, padded
+from pipelines.qwen_image import QwenImage
+from pipelines.qwen_references import References, for_text
 from pipelines.references import check_taken, cropped
-from pipelines.rows import one_kind_at_a_time
+from pipelines.rows import one_kind_at_a_time, stacked
 from pipelines.weights import Lora
-
-
-@dataclass(frozen=True, kw_only=True)
-class References:
-    """Configures the pictures of a request, as the text encoder and the network see them."""
-
-    most: PositiveInt = 1
-    """Number of pictures that a request may have."""
-    area: PositiveInt = 1024 * 1024
-    """Pixels of each picture that the network sees. Default: those of the pipeline."""
-    max_tokens: PositiveInt = 1024
-    """Tokens of an instruction together with its pictures, to which all are padded."""
 
 
 class QwenImageEdit(QwenImage):
@@ -60,17 +46,11 @@ class QwenImageEdit(QwenImage):
         lora: Lora | None = Lora(),  # noqa: B008 (frozen)
         precision: Precision = "bf16",
         gradient_checkpointing: bool = False,
-        references: References = References(),
+        references: References = References(),  # noqa: B008 (frozen)
     ):
         super().__init__(
-            path,
-            height,
-            width,
-            guidance,
-            lora,
-            precision,
-            references.max_tokens,
-            gradient_checkpointing,
+            *(path, height, width, guidance, lora, precision),
+            *(references.max_tokens, gradient_checkpointing),
         )
         self.references, self.film = references, (references.area,)
         self.takes = Takes(references=(1, references.most), kind="source")
@@ -79,14 +59,8 @@ class QwenImageEdit(QwenImage):
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
         shape = super().shape_of_latents(transformer, vae)
-        width, height = calculate_dimensions(self.references.area, self.width / self.height)
-        patch = self.height // self.grid[0]
-        self.reference_grid = height // patch, width // patch
-        if not all(self.reference_grid):
-            raise ValueError(
-                f"policy.references.area is {self.references.area}: "
-                f"pictures of {width}x{height} have no tokens"
-            )
+        patch, proportion = self.height // self.grid[0], self.width / self.height
+        self.reference_grid = self.references.grid(proportion, patch, self.path)
         return shape
 
     def num_tokens(self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]) -> int:
@@ -101,19 +75,15 @@ class QwenImageEdit(QwenImage):
             ValueError: a request has no picture, too many, or with them too many tokens.
         """
         check_taken(self, requests)
-        rows = [self._edit(request) for request in requests]
-        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return stacked([self._edit(request) for request in requests])
 
     def _edit(self, request: Request) -> dict[str, Tensor]:
         """Encode one request: the pipeline shows all pictures of a call with every prompt."""
         proportion = self.width / self.height
         pictures = [cropped(one, proportion) for one in request.references]
-        width, height = calculate_dimensions(CONDITION_IMAGE_SIZE, proportion)
-        shown = [self.pipe.image_processor.resize(p, height, width) for p in pictures]
-        cond = self._show(request.prompt, shown)
-        if self.guidance > 1:
-            empty = self._show(self.negative, shown)
-            cond |= {f"{name}_neg": value for name, value in empty.items()}
+        shown = for_text(self.pipe, pictures, proportion)
+        empty = self._show(self.negative, shown) if self.guidance > 1 else {}
+        cond = with_negatives(self._show(request.prompt, shown), empty, self.guidance > 1)
         number = torch.tensor([len(pictures)], device=self.denoiser.device)
         return cond | {"sources": self._sources(pictures), "count": number}
 

@@ -22,8 +22,9 @@ Calls = Sequence[tuple[str, Any]]
 class Leaf:
     """Says how one tensor among the results depends on the requests of a call."""
 
-    kind: Literal["state", "rows", "listed", "shared"]
-    """The initial state; one row per request; a list with a tensor per request; alike for all."""
+    kind: Literal["state", "rows", "listed", "lone", "shared"]
+    """The initial state; one row per request; a list with a tensor per request; one row for all
+    requests of a call, which therefore is of one; alike for all."""
     axis: int | None = None
     """Axis, of one request's row, whose length depends on the prompt."""
     value: Any = None
@@ -48,6 +49,9 @@ class Layout:
     @classmethod
     def of(cls, short: Calls, long: Calls, both: Calls, longest: int) -> "Layout":
         """Find the layout from a short prompt, a longer one, and the longer one twice.
+
+        The pictures of the short and of the longer one differ, if there are any. A pipeline that
+        takes one request a call has the longer one once more in place of twice.
 
         Raises:
             ValueError: The results do not tell one request from another.
@@ -77,7 +81,7 @@ class Layout:
         results = [_flat(calls)[0] for calls in recordings]
         cond = {}
         for k, leaf in enumerate(self.leaves):
-            if leaf.kind not in ("rows", "listed"):
+            if leaf.kind in ("state", "shared"):
                 continue
             found = [torch.stack(one[k]) if leaf.kind == "listed" else one[k] for one in results]
             if leaf.axis is not None:
@@ -88,8 +92,14 @@ class Layout:
         return cond
 
     def lengths(self, cond: Cond) -> Int[Tensor, "n texts"] | None:
-        """Return the lengths of each request's texts; None if texts have one length."""
+        """Return the lengths of each request's texts; None if texts have one length.
+
+        Requests that cannot share a call have a number each.
+        """
         found = [value for name, value in cond.items() if name.endswith(".length")]
+        for k, leaf in enumerate(self.leaves):
+            if leaf.kind == "lone":
+                found.append(torch.arange(len(cond[str(k)]), device=cond[str(k)].device))
         return torch.stack(found, 1) if found else None
 
     def returned(self, cond: Cond, x: Tensor) -> list[tuple[str, Any]]:
@@ -126,13 +136,23 @@ def _flat(calls: Calls) -> tuple[list[Any], TreeSpec]:
 def _leaf(short: Any, long: Any, both: Any) -> Leaf:
     if isinstance(short, list) and [len(one) for one in (short, long, both)] == [1, 1, 2]:
         return Leaf("listed", _ragged(short[0][None], long[0][None]))
+    if isinstance(short, list) and not _alike(short, long):
+        raise ValueError("a list of one request is not one tensor for each request of a call")
     if not isinstance(short, Tensor):
         return Leaf("shared", value=short)
     if both.shape[:1] == (2 * long.shape[0],) and both.shape[1:] == long.shape[1:]:
         return Leaf("rows", _ragged(short, long))
-    if short.shape != long.shape or long.shape != both.shape:
+    if long.shape == both.shape and torch.equal(short, long):
+        return Leaf("shared", value=short)
+    if long.shape != both.shape or long.shape[:1] != (1,):
         raise ValueError(f"{tuple(long.shape)} for one request is {tuple(both.shape)} for two")
-    return Leaf("shared", value=short)
+    return Leaf("lone", _ragged(short, long))
+
+
+def _alike(short: list[Any], long: list[Any]) -> bool:
+    """Return whether two lists hold equal tensors, or none."""
+    pairs = [pair for pair in zip(short, long, strict=False) if isinstance(pair[0], Tensor)]
+    return all(torch.equal(one, other) for one, other in pairs)
 
 
 def _ragged(short: Tensor, long: Tensor) -> int | None:

@@ -51,10 +51,14 @@ def first_frames(
     return [cropped(one, proportion) for one in different], [different.index(one) for one in given]
 
 
+def as_picture(pixels: Float[Tensor, "1 3 h w"]) -> Image.Image:
+    """Return a picture of 8 bits."""
+    return Image.fromarray((255 * pixels[0]).round().byte().permute(1, 2, 0).cpu().numpy())
+
+
 def cropped(reference: Reference, proportion: float) -> Image.Image:
     """Return the largest centre crop of a picture whose width is `proportion` times its height."""
-    pixels = (255 * reference.read()[0]).round().byte().permute(1, 2, 0)
-    picture = Image.fromarray(pixels.numpy())
+    picture = as_picture(reference.read()[:1])
     width = min(picture.width, max(round(picture.height * proportion), 1))
     height = min(picture.height, max(round(picture.width / proportion), 1))
     left, top = (picture.width - width) // 2, (picture.height - height) // 2

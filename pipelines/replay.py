@@ -4,23 +4,16 @@ The pipeline's own code then is the velocity, the schedule and the decoder, and 
 written a second time.
 """
 
-import ast
-import importlib
 import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import diffusers
 import torch
-from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from pipelines.folder import config_of, setting_of
-from pipelines.intact import parts_of
 from pipelines.recorded import STATE
 
 STAGES = (
@@ -34,8 +27,6 @@ STAGES = (
 
 
 WAY_OUT = "use a policy of pipelines/ or write one, docs/tutorials/103_your_pipeline.md"
-_WITHOUT_WEIGHTS = "scheduler", "guider", "processor"
-"""Parts that constructors of pipelines use, and that hold no weights."""
 _FAILURES = (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError)
 """What pipelines raise that do more, or other things, than is replayed."""
 
@@ -101,6 +92,15 @@ class _Velocity:
         raise Reached(v)
 
 
+class _Standing(_Velocity):
+    """Has one time, and a step that changes nothing."""
+
+    times = torch.ones(1)
+
+    def step(self, v: Tensor, _t: Any, x: Tensor, **_: Any) -> Any:  # noqa: ARG002 (their signature)
+        return (x,)
+
+
 @cache
 def _mixed(mixin: type, kind: type) -> Any:
     return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
@@ -116,6 +116,21 @@ def at_times(scheduler: Any, times: Tensor) -> Any:
     made = _mixed(_Velocity, type(scheduler)).from_config(scheduler.config)
     made.times = times
     return made
+
+
+def standing(scheduler: Any) -> Any:
+    """Return a scheduler that makes one step, and changes nothing by it."""
+    return _mixed(_Standing, type(scheduler)).from_config(scheduler.config)
+
+
+@contextmanager
+def idle(network: nn.Module) -> Iterator[None]:
+    """Let a network return its state and compute nothing, inside this context."""
+    vars(network)["forward"] = lambda hidden_states, **_: (hidden_states,)
+    try:
+        yield
+    finally:
+        del vars(network)["forward"]
 
 
 @contextmanager
@@ -222,57 +237,6 @@ def stopping(network: nn.Module) -> Iterator[None]:
         pass
     finally:
         handle.remove()
-
-
-def dry(cls: type[DiffusionPipeline], path: str, part: str) -> Any:
-    """Build a pipeline from configurations: networks on the meta device, no encoder, all on CPU.
-
-    Its `encode_prompt` gives as many texts and masks as its `__call__` unpacks.
-    """
-    on_cpu = {"_execution_device": property(lambda _: torch.device("cpu"))}
-    kind: Any = type(cls.__name__, (cls,), on_cpu)
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-    components = dict.fromkeys(p.name for p in parameters if p.default is p.empty)
-    for name, (library, class_name) in parts_of(cls, path).items():
-        if name in (part, "vae"):
-            with torch.device("meta"):
-                made = getattr(diffusers, class_name).from_config(config_of(cls, path, name))
-            components[name] = made.eval()
-        elif name in _WITHOUT_WEIGHTS:
-            known = getattr(importlib.import_module(library), class_name)
-            components[name] = known.from_pretrained(path, subfolder=name)
-    settings = {p.name: setting_of(cls, path, p.name) for p in parameters}
-    plain = {n: s for n, s in settings.items() if s is not None and not isinstance(s, list)}
-    pipe = kind(**components | plain)
-    pipe.set_progress_bar_config(disable=True)
-    names = _names_of_texts(cls)
-    texts = tuple(torch.ones(1, 1) if "mask" in name else torch.ones(1, 1, 1) for name in names)
-    vars(pipe)["encode_prompt"] = lambda *_, **__: texts
-    return pipe
-
-
-def _names_of_texts(cls: type) -> list[str]:
-    """Return the names by which `__call__` unpacks what `encode_prompt` returns."""
-    source = textwrap.dedent(inspect.getsource(inspect.unwrap(cls.__call__)))
-    found = [
-        [ast.unparse(name) for name in node.targets[0].elts]
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Call)
-        and isinstance(node.value.func, ast.Attribute)
-        and node.value.func.attr == "encode_prompt"
-    ]
-    if not found:
-        raise ValueError(f"{cls.__name__} does not call encode_prompt")
-    return found[0]
-
-
-def has_whole_times(scheduler: Any) -> bool:
-    """Return whether a scheduler's times are integers."""
-    probe = recorder(scheduler)
-    probe.set_timesteps(2, **({"mu": 0.5} if scheduler.config.get("use_dynamic_shifting") else {}))
-    return not probe.timesteps.is_floating_point()
 
 
 def first_of(result: Any) -> Any:

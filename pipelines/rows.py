@@ -1,12 +1,17 @@
 """Evaluates rows apart whose inputs have different shapes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.types import Cond
+
+
+def stacked(rows: Sequence[Cond]) -> dict[str, Tensor]:
+    """Return the conditions of requests that were encoded one by one."""
+    return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
 
 def one_kind_at_a_time(

@@ -11,6 +11,7 @@ from torch import Tensor
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import only_frame
+from pipelines.guidance import guided, with_negatives
 from pipelines.packing import grid_of
 from pipelines.schedules import shifted_sigmas
 from pipelines.weights import ATTENTION, Lora
@@ -76,20 +77,19 @@ class Sana(DiffusersPolicy):
             max_sequence_length=self.max_sequence_length,
             complex_human_instruction=_instruction(),
         )
-        cond = {"text": text, "mask": mask}
-        return cond | {"text_neg": text_neg, "mask_neg": mask_neg} if self.guidance > 1 else cond
+        negative = {"text": text_neg, "mask": mask_neg}
+        return with_negatives({"text": text, "mask": mask}, negative, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         time = self.time_scale * sigma.expand(len(x))
-        if self.guidance <= 1:
-            return self._denoise(x, time, cond["text"], cond["mask"])
-        text, mask = (torch.cat([cond[f"{name}_neg"], cond[name]]) for name in ("text", "mask"))
-        v_neg, v = self._denoise(torch.cat([x, x]), time.repeat(2), text, mask).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self._denoise, x, time, cond, self.guidance)
 
-    def _denoise(self, x: Tensor, time: Tensor, text: Tensor, mask: Tensor) -> Tensor:
+    def _denoise(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         return self.call_denoiser(
-            x, timestep=time, encoder_hidden_states=text, encoder_attention_mask=mask
+            x,
+            timestep=time,
+            encoder_hidden_states=cond["text"],
+            encoder_attention_mask=cond["mask"],
         )
 
     def denormalised(self, x: Tensor) -> Tensor:

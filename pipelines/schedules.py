@@ -8,7 +8,31 @@ import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor
 
+from pipelines.folder import scheduler_of
 from pipelines.weights import DTYPES, Precision
+
+
+def own_sigmas(scheduler: Any, num_steps: int, path: str) -> Tensor:
+    """Return the sigmas that the scheduler of a pipeline at `path` sets for a number of steps.
+
+    Raises:
+        ValueError: They are not those of a flow, which begin at 1 or below.
+    """
+    scheduler.set_timesteps(num_steps)
+    if scheduler.sigmas[0] > 1:
+        raise ValueError(
+            f"the scheduler of {path} ({type(scheduler).__name__}) has sigmas up to "
+            f"{float(scheduler.sigmas[0]):.3g}, not those of a flow;\n"
+            "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
+        )
+    return scheduler.sigmas.clone()
+
+
+def has_whole_times(scheduler: Any) -> bool:
+    """Return whether a scheduler's times are integers."""
+    probe = scheduler_of(scheduler.config)
+    probe.set_timesteps(2, **({"mu": 0.5} if scheduler.config.get("use_dynamic_shifting") else {}))
+    return not probe.timesteps.is_floating_point()
 
 
 def sized_sigmas(

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DiffusersPolicy, Precision
+from pipelines.guidance import guided, with_negatives
 from pipelines.packing import grid_of
+from pipelines.schedules import own_sigmas
 from pipelines.weights import Lora
 
 
@@ -51,36 +53,28 @@ class SD3(DiffusersPolicy):
         return height * width // transformer["patch_size"] ** 2 + 77 + self.max_sequence_length
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        scheduler.set_timesteps(num_steps)
-        return scheduler.sigmas.clone()
+        return own_sigmas(scheduler, num_steps, self.path)
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        guided = self.guidance > 1
         text, text_neg, pooled, pooled_neg = self.pipe.encode_prompt(
             prompts_of(requests),
             None,
             None,
-            do_classifier_free_guidance=guided,
+            do_classifier_free_guidance=self.guidance > 1,
             max_sequence_length=self.max_sequence_length,
             device=self.denoiser.device,
         )
-        cond = {"text": text, "pooled": pooled}
-        return cond | {"text_neg": text_neg, "pooled_neg": pooled_neg} if guided else cond
+        negative = {"text": text_neg, "pooled": pooled_neg}
+        return with_negatives({"text": text, "pooled": pooled}, negative, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        time = 1000 * sigma.expand(len(x))
-        if self.guidance <= 1:
-            return self._denoise(x, time, cond["text"], cond["pooled"])
-        text = torch.cat([cond["text_neg"], cond["text"]])
-        pooled = torch.cat([cond["pooled_neg"], cond["pooled"]])
-        v_neg, v = self._denoise(torch.cat([x, x]), time.repeat(2), text, pooled).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self._denoise, x, 1000 * sigma.expand(len(x)), cond, self.guidance)
 
-    def _denoise(self, x: Tensor, time: Tensor, text: Tensor, pooled: Tensor) -> Tensor:
+    def _denoise(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         return self.call_denoiser(
             x,
             timestep=time,
-            encoder_hidden_states=text,
-            pooled_projections=pooled,
+            encoder_hidden_states=cond["text"],
+            pooled_projections=cond["pooled"],
         )

@@ -6,14 +6,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flowalign.functional.resizing import covering
+from flowalign.types import Request, prompts_of
+from pipelines.dry import dry
 from pipelines.recorded import STATE, Calls
+from pipelines.references import as_picture, hole_of
 from pipelines.replay import (
     Recording,
     Step,
     accepted,
     call,
     counting,
-    dry,
     exchanged,
     first_of,
     named_failures,
@@ -26,37 +29,40 @@ if TYPE_CHECKING:
     from pipelines.any_flow import AnyFlow
 
 
-def recorded(policy: "AnyFlow", prompts: Sequence[str]) -> Calls:
-    """Return what the pipeline encodes for these prompts, in a call that stops at the network.
+def recorded(policy: "AnyFlow", requests: Sequence[Request]) -> Calls:
+    """Return what the pipeline encodes for these requests, in a call that stops at the network.
 
-    Initial noise is recorded as well, and not used.
+    Initial noise is recorded as well, and not used. All have the pictures of the first.
     """
     recording = Recording(policy.pipe)
     others = {"scheduler": recorder(policy.pipe.scheduler), **recording.methods()}
     with named_failures(policy.path, policy.pipeline_class), stopping(policy.denoiser):
-        run(policy, prompts, others)
+        run(policy, requests, others)
     return recording.calls
 
 
 def run(
     policy: "AnyFlow",
-    prompts: Sequence[str] | int,
+    requests: Sequence[Request] | int,
     others: Mapping[str, Any],
     output_type: str = "latent",
     num_steps: int = 2,
 ) -> Any:
-    """Call the pipeline on prompts, or on so many, with other methods and components."""
-    texts = [""] * prompts if isinstance(prompts, int) else list(prompts)
+    """Call the pipeline on requests, or on so many, with other methods and components."""
+    if isinstance(requests, int):
+        requests = [policy.blank_request] * requests
     with exchanged(policy.pipe, {**others, policy.part: policy.denoiser}):
-        return call(policy.pipe, **_arguments(policy, texts, output_type, num_steps))[0]
+        return call(policy.pipe, **_arguments(policy, requests, output_type, num_steps))[0]
 
 
 @torch.no_grad()
-def rollout(policy: "AnyFlow", prompts: Sequence[str], num_steps: int) -> tuple[list[Step], int]:
+def rollout(
+    policy: "AnyFlow", requests: Sequence[Request], num_steps: int
+) -> tuple[list[Step], int]:
     """Return the steps that the pipeline makes by itself, and how many rows it evaluates."""
     scheduler = recorder(policy.pipe.scheduler)
     with counting(policy.denoiser) as rows, autocast(policy):
-        run(policy, prompts, {"scheduler": scheduler}, num_steps=num_steps)
+        run(policy, requests, {"scheduler": scheduler}, num_steps=num_steps)
     return scheduler.steps, sum(rows)
 
 
@@ -67,10 +73,11 @@ def autocast(policy: "AnyFlow") -> Any:
 
 
 def _arguments(
-    policy: "AnyFlow", prompts: list[str], output_type: str, num_steps: int = 2
+    policy: "AnyFlow", requests: Sequence[Request], output_type: str, num_steps: int = 2
 ) -> dict[str, Any]:
+    pictures = _pictures(policy, requests[0])
     given = {
-        "prompt": prompts,
+        "prompt": prompts_of(requests),
         "height": policy.height,
         "width": policy.width,
         "num_inference_steps": num_steps,
@@ -78,7 +85,18 @@ def _arguments(
         "output_type": output_type,
         "return_dict": False,
     }
-    return accepted(policy.pipeline_class, given) | dict(policy.call.arguments)
+    return accepted(policy.pipeline_class, given) | pictures | dict(policy.call.arguments)
+
+
+def _pictures(policy: "AnyFlow", request: Request) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call that are pictures of a request."""
+    size = policy.height, policy.width
+    shown = [as_picture(covering(one.read(), *size)) for one in request.references]
+    found: dict[str, Any] = {"image": shown[0] if len(shown) == 1 else shown} if shown else {}
+    if request.mask is not None:
+        hole = hole_of(request.mask, request.references[0].read(), *size)
+        found["mask_image"] = as_picture(hole.float().expand(-1, 3, -1, -1))
+    return found
 
 
 def rehearsed(policy: "AnyFlow", num_steps: int) -> tuple[tuple[int, ...], Tensor]:
@@ -94,6 +112,6 @@ def rehearsed(policy: "AnyFlow", num_steps: int) -> tuple[tuple[int, ...], Tenso
         stopping(network),
         exchanged(pipe, {"scheduler": scheduler, **recording.methods()}),
     ):
-        call(pipe, **_arguments(policy, [""], "latent", num_steps))
+        call(pipe, **_arguments(policy, [policy.blank_request], "latent", num_steps))
     state = first_of(dict(recording.calls)[STATE])
     return tuple(state.shape[1:]), scheduler.sigmas.clone()

@@ -4,19 +4,13 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor
 
-from flowalign.functional.diffusion import (
-    even_times,
-    flow_sigmas,
-    flow_velocity,
-    fractional_time,
-    preserving_state,
-)
 from flowalign.types import Cond
 from pipelines.base import DiffusersPolicy
+from pipelines.discrete_times import flow_of, trailing_sigmas
+from pipelines.guidance import guided
 from pipelines.weights import Lora
 
 LORA = Lora(rank=8, alpha=8, target_modules=("to_q", "to_k", "to_v", "to_out.0"))
@@ -62,25 +56,18 @@ class UNetPolicy(DiffusersPolicy):
         return prod(latent_shape) // transformer["in_channels"]
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        table = flow_sigmas(scheduler.alphas_cumprod)
-        return torch.cat([table[even_times(num_steps, len(table))], table.new_zeros(1)])
+        return trailing_sigmas(scheduler, num_steps)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        sigma = sigma.expand(len(x))
-        plain = {name: value for name, value in cond.items() if not name.endswith("_neg")}
-        if self.guidance <= 1:
-            return self._unguided(x, sigma, plain)
-        both = {n: torch.cat([cond.get(f"{n}_neg", value), value]) for n, value in plain.items()}
-        v_neg, v = self._unguided(torch.cat([x, x]), sigma.repeat(2), both).chunk(2)
-        return v_neg + self.guidance * (v - v_neg)
+        return guided(self._unguided, x, sigma.expand(len(x)), cond, self.guidance)
 
     def _unguided(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        scheduler = self.pipe.scheduler
-        table = flow_sigmas(scheduler.alphas_cumprod.to(x.device))
-        prediction = self.call_denoiser(
-            preserving_state(x, sigma),
-            timestep=fractional_time(sigma, table),
-            encoder_hidden_states=cond["text"],
-            added_cond_kwargs={name: value for name, value in cond.items() if name != "text"},
-        )
-        return flow_velocity(scheduler.config.prediction_type, prediction, x, sigma)
+        def predict(state: Tensor, time: Tensor) -> Tensor:
+            return self.call_denoiser(
+                state,
+                timestep=time,
+                encoder_hidden_states=cond["text"],
+                added_cond_kwargs={name: value for name, value in cond.items() if name != "text"},
+            )
+
+        return flow_of(self.pipe.scheduler, predict, x, sigma)

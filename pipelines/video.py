@@ -75,9 +75,18 @@ class VideoPolicy(DiffusersPolicy):
     """Whether the VAE takes one sample at a time, whatever `memory.slice` says."""
 
     def __init__(
-        self, path: str, video: Video, lora: Lora | None, precision: Precision, memory: Memory
+        self,
+        path: str,
+        video: Video,
+        guidance: float,
+        lora: Lora | None,
+        precision: Precision,
+        max_sequence_length: int,
+        memory: Memory,
     ):
         super().__init__(path, lora, precision, memory.gradient_checkpointing)
+        self.guidance, self.max_sequence_length = guidance, max_sequence_length
+        self.evaluations_per_velocity = 2 if guidance > 1 else 1
         if memory.decode_frames is not None and memory.decode_frames < 1:
             raise ValueError(f"memory.decode_frames is {memory.decode_frames}; give 1 or more")
         self.video, self.memory = video, memory
@@ -187,6 +196,12 @@ class VideoPolicy(DiffusersPolicy):
             for value in self.statistics(self.pipe.vae)
         )
         return mean, std
+
+
+def refuse_decode_frames(memory: Memory, reason: str) -> None:
+    """Raise ValueError if `memory.decode_frames` is set for a decoder that cannot obey it."""
+    if memory.decode_frames is not None:
+        raise ValueError(f"memory.decode_frames is {memory.decode_frames}; {reason}")
 
 
 def allowed_frames(num_frames: int, unit: int, path: str) -> int:

@@ -5,25 +5,20 @@ from typing import Any
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import Precision
-from pipelines.folder import scheduler_of, setting_of
-from pipelines.video import Memory, Video, VideoPolicy
-from pipelines.weights import Lora
+from pipelines.folder import setting_of
+from pipelines.guidance import with_negatives
+from pipelines.schedules import has_whole_times, own_sigmas
+from pipelines.streaming import streamed
+from pipelines.video import Memory, Video, VideoPolicy, refuse_decode_frames
+from pipelines.wan_kinds import check_kind
+from pipelines.weights import ATTENTION, Lora
 
-LORA = Lora(
-    target_modules=("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj"),
-)
-"""Default adapter: on self- and cross-attention.
-
-`add_k_proj` and `add_v_proj` are the keys and values of the image in image-to-video models.
-
-Source: Flow-GRPO's Wan 2.1 script, rank 32, alpha 64. A run file that gives some fields of `lora`
-gets the others from `Lora`, whose `target_modules` are those of another transformer.
-"""
+LORA = Lora(target_modules=(*ATTENTION, "add_k_proj", "add_v_proj"))
+"""Default adapter: attention, also to a first frame. Source: Flow-GRPO's Wan 2.1 script."""
 VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
 """Video format that Wan 2.1 was released for."""
 
@@ -31,17 +26,11 @@ VIDEO = Video(height=480, width=832, num_frames=81, fps=16.0)
 class Wan(VideoPolicy):
     """Wraps a `WanPipeline` folder or hub identifier with one network as a text-to-video policy.
 
-    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. The timestep
-    input is that of the pipeline's scheduler: floor(1000 sigma) with UniPC, whose times are
-    integers (at a shift of 1 rounding may make one of them larger by 1), 1000 sigma with an Euler
-    scheduler. The schedule is the scheduler's own, shifted by the value in its file or by
-    `video.shift`; UniPC starts just below 1. Steps along it are those of flowalign's transition
-    kernels, not UniPC's, which look back at earlier steps.
-
-    With `memory.decode_frames`, the first latent frame is decoded alone and then that many at a
-    time; convolution states are carried over, so the frames equal those of decoding at once.
-    Without it the decoder also takes one latent frame at a time, but re-concatenates its frames
-    after each: the peak then is more than twice the video.
+    `guidance` above 1 makes the guided velocity the policy, at two evaluations each. Schedule and
+    times are those of the folder's scheduler, with its shift or `video.shift`: UniPC starts just
+    below 1, and its times are whole, floor(1000 sigma), of which a shift of 1 may make one larger
+    by 1. Steps are those of transition kernels, not UniPC's, which look back at earlier ones.
+    `memory.decode_frames` is exact (`pipelines.streaming`); without it decoding holds two videos.
     """
 
     pipeline_class: Any = WanPipeline
@@ -58,33 +47,15 @@ class Wan(VideoPolicy):
         max_sequence_length: PositiveInt = 512,
         memory: Memory = Memory(),  # noqa: B008 (frozen)
     ):
-        super().__init__(path, video, lora, precision, memory)
-        if memory.tile and memory.decode_frames is not None:
-            raise ValueError(
-                "memory.tile with memory.decode_frames: Wan decodes a tile with all its frames; "
-                "give one of the two"
-            )
-        self.guidance, self.max_sequence_length = guidance, max_sequence_length
-        self.evaluations_per_velocity = 2 if guidance > 1 else 1
+        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
+        if memory.tile:
+            refuse_decode_frames(memory, "with memory.tile Wan decodes all frames of a tile")
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
     ) -> tuple[int, ...]:
-        found = 1 if setting_of(self.pipeline_class, self.path, "boundary_ratio") is None else 2
-        if found != self.num_networks:
-            raise ValueError(
-                f"{self.path} has {found} network(s), {type(self).__name__} wants "
-                f"{self.num_networks}: for two networks are pipelines.wan22.Wan22 and, from a "
-                "first frame, pipelines.wan22_i2v.Wan22I2V; for one pipelines.wan.Wan and others"
-            )
         channels = vae["z_dim"] + self.condition_channels(vae)
-        if transformer["in_channels"] != channels:
-            raise ValueError(
-                f"the network of {self.path} takes {transformer['in_channels']} channels, "
-                f"{type(self).__name__} gives it {channels}:\n"
-                "text-to-video is pipelines.wan.Wan, image-to-video pipelines.wan_i2v.WanI2V, "
-                "that of Wan 2.2 5B pipelines.wan22_i2v.WanTI2V"
-            )
+        check_kind(self, transformer, channels)
         return super().shape_of_latents(transformer, vae)
 
     def condition_channels(self, vae: Mapping[str, Any]) -> int:  # noqa: ARG002 (WanI2V uses it)
@@ -95,40 +66,29 @@ class Wan(VideoPolicy):
         return vae["z_dim"], vae["scale_factor_temporal"], vae["scale_factor_spatial"]
 
     def patch(self, transformer: Mapping[str, Any]) -> tuple[int, int, int]:
-        frames, rows, columns = transformer["patch_size"]
-        return frames, rows, columns
+        return tuple(transformer["patch_size"])
 
     def statistics(self, vae: Any) -> tuple[Tensor, Tensor]:
         return torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
 
     def sigmas(self, scheduler: Any, num_steps: int) -> Tensor:
-        scheduler.set_timesteps(num_steps)
-        if scheduler.sigmas[0] > 1:
-            raise ValueError(
-                f"the scheduler of {self.path} ({type(scheduler).__name__}) has sigmas up to "
-                f"{float(scheduler.sigmas[0]):.3g}, not those of a flow;\n"
-                "UniPC needs use_flow_sigmas and prediction_type flow_prediction"
-            )
-        return scheduler.sigmas.clone()
+        return own_sigmas(scheduler, num_steps, self.path)
 
     def load(self, device: torch.device) -> None:
         super().load(device)
-        probe = scheduler_of(self.pipe.scheduler.config)
-        probe.set_timesteps(2)
-        self.whole_times = not probe.timesteps.is_floating_point()
+        self.whole_times = has_whole_times(self.pipe.scheduler)
         self.time_per_token = bool(setting_of(self.pipeline_class, self.path, "expand_timesteps"))
 
     @torch.no_grad()
     def encode(self, requests: Sequence[Request]) -> Cond:
-        guided = self.guidance > 1
         with self.text_encoders():
             text, text_neg = self.pipe.encode_prompt(
                 prompts_of(requests),
-                do_classifier_free_guidance=guided,
+                do_classifier_free_guidance=self.guidance > 1,
                 device=self.denoiser.device,
                 max_sequence_length=self.max_sequence_length,
             )
-        return {"text": text, "text_neg": text_neg} if guided else {"text": text}
+        return with_negatives({"text": text}, {"text": text_neg}, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         time = self.times(x, sigma)
@@ -156,14 +116,5 @@ class Wan(VideoPolicy):
         return time.to(x.dtype)[:, None].expand(-1, tokens)
 
     def pieces(self, z: Tensor) -> Iterator[Tensor]:
-        vae, together = self.pipe.vae, self.memory.decode_frames
-        if together is None:
-            yield vae.decode(z, return_dict=False)[0]
-            return
-        z = vae.post_quant_conv(z)
-        states = [None] * sum(isinstance(m, WanCausalConv3d) for m in vae.decoder.modules())
-        chunks = [z[:, :, :1], *z[:, :, 1:].split(together, 2)]
-        for k, chunk in enumerate(chunks):
-            if chunk.shape[2]:
-                frames = vae.decoder(chunk, feat_cache=states, feat_idx=[0], first_chunk=k == 0)
-                yield unpatchify(frames, vae.config.patch_size or 1).clamp(-1, 1)
+        together = self.memory.decode_frames
+        return super().pieces(z) if together is None else streamed(self.pipe.vae, z, together)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
 from pipelines.base import Precision
-from pipelines.encoding import digest
+from pipelines.first_frame import with_image_encoder
 from pipelines.references import first_frames
 from pipelines.video import Memory, Video
 from pipelines.wan import LORA, VIDEO, Wan
@@ -95,7 +95,4 @@ class WanI2V(Wan):
 
     def encoders(self) -> tuple[str, str]:
         media, text = super().encoders()
-        encoder = self.pipe.components["image_encoder"]
-        if encoder is None:
-            return media, text
-        return media, digest(encoder, encoder.config.to_dict(), text)
+        return media, with_image_encoder(self, text)

@@ -9,10 +9,11 @@ from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from flowalign.types import Cond, Guidance, PositiveInt, Request, prompts_of
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.encoding import ragged
+from pipelines.guidance import with_negatives
 from pipelines.packing import grid_of
 from pipelines.schedules import sized_sigmas
 from pipelines.weights import ATTENTION, Lora
@@ -72,13 +73,9 @@ class ZImage(DiffusersPolicy):
             do_classifier_free_guidance=self.guidance > 1,
             max_sequence_length=self.max_sequence_length,
         )
-        cond = self._padded(texts, "")
-        return cond | self._padded(empty, "_neg") if empty else cond
-
-    def _padded(self, texts: list[Tensor], ending: str) -> dict[str, Tensor]:
-        rows = [pad(text, (0, 0, 0, self.max_sequence_length - len(text))) for text in texts]
-        lengths = torch.tensor([len(text) for text in texts], device=rows[0].device)
-        return {f"text{ending}": torch.stack(rows), f"length{ending}": lengths}
+        longest = self.max_sequence_length
+        negative = ragged(empty, longest) if empty else {}
+        return with_negatives(ragged(texts, longest), negative, self.guidance > 1)
 
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         sigma, texts = sigma.expand(len(x)), unpadded(cond["text"], cond["length"])

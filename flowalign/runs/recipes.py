@@ -2,6 +2,7 @@
 
 import difflib
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -70,8 +71,8 @@ class Combination:
 
     @property
     def about(self) -> str:
-        """Return the first sentence of the last file's header."""
-        return self.parts[-1].about
+        """Return the first sentence of the method's header, or of the pair's."""
+        return self.parts[:2][-1].about
 
     @property
     def papers(self) -> tuple[str, ...]:
@@ -85,16 +86,34 @@ def combinations(model: ShippedFile) -> list[Combination]:
     Raises:
         ValueError: It is no file of configs/models.
     """
-    folder, _, stem = model.name.partition("/")
-    if folder != "models":
+    if model.name.partition("/")[0] != "models":
         raise ValueError(f"{model.name} is no model: methods go behind files of configs/models")
     known = {one.name: one for one in recipes()}
-    methods = [one for name, one in known.items() if name.startswith("methods/")]
-    found = []
-    for method in methods:
-        pair = known.get(f"credit/{stem}/{method.name.partition('/')[2]}")
-        found.append(Combination((pair,) if pair else (model, method)))
-    return [one for one in found if _fits(one)]
+    methods = [name.partition("/")[2] for name in known if name.startswith("methods/")]
+    found = [combination(model, method, known) for method in methods]
+    return [one for one in found if one is not None]
+
+
+def combination(
+    model: ShippedFile, method: str, known: Mapping[str, ShippedFile]
+) -> Combination | None:
+    """Return a method behind a model's file, of the `known` files; None if that is no valid run.
+
+    A method that brings prompts of its own has those of the model behind it, where it needs them.
+    """
+    pair = known.get(f"credit/{model.name.partition('/')[2]}/{method}")
+    both = model, known[f"methods/{method}"]
+    behind = [both, *[(*both, one) for one in _prompts_of(model, known.values())]]
+    tried = behind if pair is None else [(pair,)]
+    return next(filter(_fits, map(Combination, tried)), None)
+
+
+def _prompts_of(model: ShippedFile, files: Iterable[ShippedFile]) -> list[ShippedFile]:
+    """Return the file that gives a method's samples the prompts of a model, if there is one."""
+    own = compose([str(model.file)]).values["recipe"]["init_args"]["prompts"]
+    tasks = [one for one in files if one.name.startswith("tasks/")]
+    wanted = {"recipe": {"data": {"prompts": own}}}
+    return [one for one in tasks if read_mapping(str(one.file)) == wanted]
 
 
 def _fits(one: Combination) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from flowalign.cli.main import main
-from flowalign.runs.recipes import combinations, memory_of, read_recipe, recipes
+from flowalign.runs.recipes import combination, combinations, memory_of, read_recipe, recipes
 
 RUN_FILES = sorted(file for file in Path("configs").rglob("*.yaml") if file.parts[1] != "rewards")
 NAMES = {one.name: one for one in recipes()}
@@ -85,14 +85,28 @@ def test_memory_is_that_of_the_plan_or_a_reason():
 def test_methods_behind_a_model_are_those_that_are_valid_runs_there():
     """A network with guidance as an input has NFT in a file of its own; other methods set it."""
     found = {one.name: one for one in combinations(NAMES["models/flux2_dev"])}
-    assert "credit/flux2_dev/nft" in found
     behind = {name.partition(" methods/")[2] for name in found} - {""}
-    assert {"flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo"} <= behind
-    assert behind.isdisjoint({"nft", "awm", "refl", "diffusion_dpo"})
+    wanted = {"flow_grpo", "dense_grpo", "step_dpo", "flow_dpo", "mixgrpo", "nft_distilled"}
+    assert wanted <= behind
+    assert behind.isdisjoint({"nft", "awm", "refl"})
     dense = found["models/flux2_dev methods/dense_grpo"]
     assert (dense.label, dense.papers[0]) == ("checked only", "2601.20218v2")
     assert "2505.05470v5" in dense.papers
     assert dense.about == NAMES["methods/dense_grpo"].about
+
+
+def test_a_method_with_prompts_of_its_own_gets_those_that_the_model_s_file_trains_on():
+    edits = combination(NAMES["models/flux1_kontext"], "nft_distilled", NAMES)
+    assert edits is not None
+    assert edits.name == "models/flux1_kontext methods/nft_distilled tasks/edits"
+    assert edits.about == NAMES["methods/nft_distilled"].about
+    frames = combination(NAMES["models/ltx_video_i2v"], "nft", NAMES)
+    assert frames is not None
+    assert frames.name == "models/ltx_video_i2v methods/nft tasks/first_frames"
+    plain = combination(NAMES["models/flux1_dev"], "nft_distilled", NAMES)
+    assert plain is not None
+    assert plain.name == "models/flux1_dev methods/nft_distilled"
+    assert combination(NAMES["models/flux1_dev"], "nft", NAMES) is None
 
 
 @pytest.mark.slow

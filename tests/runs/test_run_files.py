@@ -28,7 +28,15 @@ OLD_LINES = 4932
 SINCE = (
     *("flux1_kontext", "flux1_fill", "qwen_image", "qwen_image_edit", "qwen_image_2512"),
     *("z_image", "flux2_klein", "flux2_dev", "krea2", "qwen_image21", "sana"),
-    *("hunyuan_video15", "ltx2", "ltx_video_i2v", "wan22_5b_i2v", "wan22_14b_i2v"),
+    *(
+        "hunyuan_video15",
+        "hunyuan_video15_i2v",
+        "ltx2",
+        "ltx2_i2v",
+        "ltx_video_i2v",
+        "wan22_5b_i2v",
+        "wan22_14b_i2v",
+    ),
 )
 """The models that came after version 0.1."""
 
@@ -36,10 +44,19 @@ NEW = [
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
     ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
-    ["configs/credit/flux1_dev/nft.yaml"],
-    ["configs/credit/flux2_dev/nft.yaml"],
+    ["configs/models/flux1_dev.yaml", "configs/methods/nft_distilled.yaml"],
+    *(
+        [
+            f"configs/models/{model}.yaml",
+            f"configs/methods/{method}.yaml",
+            f"configs/tasks/{own}.yaml",
+        ]
+        for model, own in (("flux1_kontext", "edits"), ("flux1_fill", "fills"))
+        for method in ("nft_distilled", "online_dpo")
+    ),
     ["configs/models/krea2.yaml", "configs/methods/flow_dpo.yaml"],
     ["configs/credit/sd15/b2_diffurl.yaml"],
+    ["configs/models/sd15.yaml", "configs/methods/diffusion_dpo.yaml"],
     ["configs/credit/sd35_medium/flow_dppo.yaml"],
     ["configs/credit/sd35_medium/flow_grpo_unguided.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/pcpo.yaml"],

@@ -1,17 +1,19 @@
 """`AnyFlow` equals the policy of every family that has one, and refuses what it cannot replay."""
 
 import copy
+import importlib
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import yaml
+from diffusers import QwenImageEditPlusPipeline
 
 from flowalign.training.reference import conditional
-from flowalign.types import plain_requests
 from pipelines.any_flow import AnyFlow, Call
 from pipelines.recorded import Layout
 from pipelines.stock_call import rollout
@@ -19,9 +21,11 @@ from pipelines.weights import Lora
 from tests.fixtures.embedded import FOLDER
 from tests.fixtures.families import noise
 from tests.fixtures.tiny_flux import build_flux
+from tests.fixtures.tiny_ltx2 import build_ltx2
+from tests.fixtures.tiny_qwen_image import EDITED
 from tests.fixtures.tiny_unet import build_sd15
 from tests.fixtures.tiny_video import build_wan22, build_wan_i2v
-from tests.fixtures.twins import BUILD, new_any, twins
+from tests.fixtures.twins import BUILD, asked, new_any, twins
 
 PROMPTS = "a red circle left of a blue square", "three white triangles"
 EMBEDDED = {"guidance_scale": 1.0, "max_sequence_length": 1}
@@ -34,11 +38,15 @@ FAST = ("embedded sd3",)
     params=[pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in BUILD],
 )
 def pair(request, tmp_path_factory):
-    return twins(request.param, tmp_path_factory.mktemp(request.param.replace(" ", "_")))
+    """The size of pictures that Qwen-Image-Edit's network sees is a constant of its pipeline."""
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "_"))
+    module = importlib.import_module(QwenImageEditPlusPipeline.__module__)
+    with patch.object(module, "VAE_IMAGE_SIZE", EDITED.area):
+        yield twins(request.param, folder)
 
 
-def encoded(policy):
-    return policy.encode(plain_requests(PROMPTS))
+def encoded(policy, prompts=PROMPTS):
+    return policy.encode(asked(policy, prompts))
 
 
 @pytest.mark.parametrize("sigma", [0.93, 0.2])
@@ -62,7 +70,7 @@ def test_rows_of_different_times_are_those_of_the_family_s_own_policy(pair):
     x = noise(pair.adapter, 3)
     with torch.no_grad():
         wanted, found = (
-            policy.velocity(state, sigma, policy.encode(plain_requests(prompts)))
+            policy.velocity(state, sigma, encoded(policy, prompts))
             for policy, state in ((pair.adapter, x), (pair.generic, pair.packed(x)))
         )
     torch.testing.assert_close(found, pair.packed(wanted), **CLOSE)
@@ -90,11 +98,12 @@ def test_schedules_media_and_latents_are_those_of_the_family_s_own_policy(pair):
 
 
 def test_the_pipeline_s_own_rollout_is_replayed_bit_for_bit(pair):
-    steps, rows = rollout(pair.generic, [PROMPTS[0]], 4)
+    one, other = asked(pair.generic, PROMPTS)
+    steps, rows = rollout(pair.generic, [one], 4)
     assert len(steps) == 4
     assert rows == 4 * pair.generic.evaluations_per_velocity
-    assert pair.generic.difference(steps, PROMPTS[0]) == 0.0
-    assert pair.generic.difference(steps, PROMPTS[1]) > 1e-3
+    assert pair.generic.difference(steps, one) == 0.0
+    assert pair.generic.difference(steps, other) > 1e-3
 
 
 def test_an_adapter_that_is_saved_comes_back_and_acts_in_plain_diffusers(pair, tmp_path):
@@ -174,7 +183,8 @@ def test_a_velocity_without_its_guidance_is_refused_and_not_guided():
     ("build", "reason"),
     [
         (build_wan22, "it has a second network, transformer_2"),
-        (build_wan_i2v, "it needs image beside a prompt"),
+        (build_wan_i2v, r"it needs image beside a prompt \(call.pictures\)"),
+        (build_ltx2, "it makes two states, video and audio"),
         (lambda folder: build_sd15(folder), "it has no transformer"),
     ],
 )

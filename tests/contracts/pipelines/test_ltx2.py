@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from flowalign.training.reference import conditional
 from flowalign.types import plain_requests
 from pipelines.ltx2 import LTX2
 from pipelines.ltx2_guidance import Streams
@@ -72,6 +73,17 @@ def test_clips_and_sound_are_those_of_the_official_pipeline(ltx2, name):
     handle.remove()
     assert len(counted) == evaluations
     assert_official_clips(ltx2, policy)
+
+
+@pytest.mark.parametrize("name", ["negative", "all"])
+def test_the_conditional_model_is_that_without_any_guidance(ltx2, name):
+    guidance, streams, _ = STREAMS[name]
+    policy, plain = ltx2.new(guidance=guidance, streams=streams), ltx2.new()
+    cond, x, sigma = policy.encode(plain_requests(PROMPTS)), noise(policy), torch.tensor(0.6)
+    with torch.no_grad():
+        found = conditional(policy).velocity(x, sigma, cond)
+        assert torch.equal(found, plain.velocity(x, sigma, cond))
+        assert not torch.equal(found, policy.velocity(x, sigma, cond))
 
 
 def test_sound_is_that_of_the_official_pipeline(ltx2):

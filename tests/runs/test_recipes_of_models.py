@@ -1,0 +1,48 @@
+"""Every model of the package has a run of each kind of method that `check` accepts."""
+
+import pytest
+
+from flowalign.runs.config import load
+from flowalign.runs.plan import plan
+from flowalign.runs.recipes import Combination, combination, recipes
+from tests.fixtures.configuration_folders import MODELS, configurations
+from tests.fixtures.run_files import CONFIGS
+
+KNOWN = {one.name: one for one in recipes()}
+KINDS = {
+    "policy gradient": ("flow_grpo",),
+    "forward process": ("nft", "nft_distilled"),
+    "pairs": ("diffusion_dpo", "flow_dpo", "online_dpo_video", "online_dpo"),
+    "steps": ("dense_grpo", "step_dpo"),
+}
+"""Methods of each kind; a model needs one."""
+
+
+def run_of(model: str, kind: str) -> Combination:
+    found = [combination(KNOWN[f"models/{model}"], method, KNOWN) for method in KINDS[kind]]
+    return next(one for one in found if one is not None)
+
+
+def test_no_model_is_left_out():
+    assert [file.stem for file in sorted((CONFIGS / "models").glob("*.yaml"))] == MODELS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_has_a_plan_for_every_kind_of_method_on_configuration_files_alone(
+    monkeypatch, tmp_path, model
+):
+    """But for the memory of decoding clips, which takes seconds and depends on no method."""
+    monkeypatch.setattr("pipelines.video.with_media", lambda found, policy: found)
+    path = configurations(model, tmp_path)
+    for kind in KINDS:
+        one = run_of(model, kind)
+        stored = one.name.endswith(("diffusion_dpo", "flow_dpo"))
+        changes = [f"policy.path={path}"] if path else []
+        changes += ["recipe.data.path=assets/prompts"] if stored else []
+        run = load([str(part.file) for part in one.parts], changes)[0]
+        rows = plan(run)
+        assert int(rows["trainable parameters"].split()[0].replace(",", "")) > 0, one.name
+        assert " per process" in rows["memory, about"], one.name
+        if kind == "forward process":
+            assert run.policy.evaluations_per_velocity == 1, "samples are not guided"
