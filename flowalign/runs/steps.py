@@ -118,7 +118,9 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     costs, start = _costs_so_far(session), time.perf_counter()
     ema = session.learner.ema
     with session.costs.paused(), ema.applied() if ema else nullcontext():
-        result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
+        result: Evaluated = evaluate(
+            session.run.policy, session.rewards, cfg, session.processes, session.run.dressing
+        )
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)

@@ -14,6 +14,14 @@ and `sigma` always a time.
 
 from flowalign.types.connection import Connected, Connection, Replay
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
+from flowalign.types.dressing import (
+    Dressing,
+    PromptGuidance,
+    check_form,
+    check_words,
+    conditioning,
+    with_words,
+)
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
@@ -38,7 +46,7 @@ from flowalign.types.policy import (
     Takes,
     VelocityField,
 )
-from flowalign.types.request import Reference, Request, plain_requests, prompts_of
+from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
     Column,
@@ -88,6 +96,8 @@ __all__ = [
     "CreditEstimator",
     "Residuals",
     "Examples",
+    "Dress",
+    "Dressing",
     "Head",
     "HeadNetwork",
     "Label",
@@ -107,6 +117,7 @@ __all__ = [
     "Personal",
     "Policy",
     "PolicyLoss",
+    "PromptGuidance",
     "Reference",
     "Renders",
     "Replay",
@@ -124,6 +135,10 @@ __all__ = [
     "Transitions",
     "ValueFunction",
     "VelocityField",
+    "check_form",
+    "check_words",
+    "conditioning",
     "plain_requests",
     "prompts_of",
+    "with_words",
 ]

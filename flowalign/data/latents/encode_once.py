@@ -19,7 +19,7 @@ from flowalign.data.preference.prefetch import prefetched
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.media.decode import MediaProblem, decode, digest
 from flowalign.media.media import Media
-from flowalign.types import Cond, Policy, Request
+from flowalign.types import Cond, Policy, Request, conditioning
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
@@ -248,7 +248,7 @@ class PromptEmbeddingCache:
         """Encode requests and store their conditioning; none fails, so the result is empty."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
-                encoded = self.policy.encode([request for _, request in some])
+                encoded = conditioning(self.policy, [request for _, request in some])
                 cond = {name: value.cpu() for name, value in encoded.items()}
                 self.num_encoded += len(some)
                 for n, ((key,), _) in enumerate(some):

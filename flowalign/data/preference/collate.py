@@ -1,7 +1,7 @@
 """Collates pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.pairs import Example, Pair, Sample, requests_of, samples_of
+from flowalign.data.preference.pairs import (
+    Example,
+    Pair,
+    Sample,
+    requests_of,
+    samples_of,
+    unprompted,
+)
 from flowalign.types import Cond, Examples, Label
 
 
@@ -78,7 +85,7 @@ class Collator:
         mirrored = [*(flips or [False] * len(examples))] * sides
         drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
         asked = [
-            replace(sample.request, prompt="") if drop else sample.request
+            unprompted(sample.request) if drop else sample.request
             for sample, drop in zip(samples, drop_prompt, strict=True)
         ]
         latents = self.latents.read([sample.media for sample in samples], mirrored)

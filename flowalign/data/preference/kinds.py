@@ -1,5 +1,6 @@
 """Read the kinds of examples that a stored dataset can be trained on as."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -7,10 +8,24 @@ from flowalign.data.preference.attributes import read_attributes, read_captions
 from flowalign.data.preference.convert import Keep, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Example
+from flowalign.data.readers import open_dataset
 
 Kind = Literal["pairs", "samples", "attributes", "captions"]
 """Kind of the rows of a dataset: pairs, samples with binary labels, media that are compared with
 themselves under texts of good and bad attributes, and samples of these with both in the prompt."""
+
+_LOOKED_AT = 200
+"""Rows of a dataset that are searched for the dimensions that it scores."""
+
+
+def scored_dimensions(path: str, schema: str, root: str | None) -> list[str]:
+    """Return the dimensions that the first rows of a dataset score; no medium is decoded.
+
+    Raises:
+        ValueError: The dataset does not exist.
+    """
+    rows = itertools.islice(open_dataset(path, schema, root).located(), _LOOKED_AT)
+    return sorted({dim for _, record in rows for dim in record.ratings})
 
 
 def read_examples(

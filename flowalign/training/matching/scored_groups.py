@@ -25,7 +25,7 @@ from flowalign.training.rollouts.plan import (
     value_rows,
 )
 from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.types import CreditEstimator, Label, ModelPlan
+from flowalign.types import CreditEstimator, Dressing, Label, ModelPlan
 from flowalign.utils.ranges import require_ranges
 
 
@@ -124,6 +124,7 @@ class ScoredGroups(RolloutSettings, DataSource):
         """Raise ValueError if no reward compares samples, or weights that sample are missing."""
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
+        self.check_dressing(run)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -160,10 +161,11 @@ class ScoredGroups(RolloutSettings, DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> ScoredStream:
         """Prepare the stream; batches are made at their steps."""
         rewards = replace(rewards, on_failure=self.on_failed_reward)
-        requests = Requests(read_requests(self.prompts), seed)
+        requests = Requests(read_requests(self.prompts), seed, dressing)
         completed = self.completed_states if self.clean == "completion" else None
         return ScoredStream(self, learner, rewards, requests, self.weights, completed)
 

@@ -13,6 +13,7 @@ from typing_extensions import override
 from flowalign.data.requests import Requests
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import take
+from flowalign.sampling.rollout import encode_once
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
 from flowalign.training.rollouts.advantages import (
@@ -28,7 +29,7 @@ from flowalign.training.rollouts.critics import learned
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Examples, Request, Trajectory
+from flowalign.types import Cond, Examples, Request, Trajectory
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Maps trained steps to the states whose completions their credit rests on."""
@@ -137,13 +138,27 @@ class ScoredStream(BatchStream):
         scores = values([trajectory.num_steps])[kept, 0]
         return Examples(
             latents=latents,
-            cond=take(trajectory.cond, prompt.to(latents.device)),
+            cond=self._cond(trajectory, kept, scores),
             paired=False,
             weight=torch.ones(len(kept)),
             desirable=torch.ones(len(kept), dtype=torch.bool),
             scores=dict(zip(dims, scores.unbind(1), strict=True)),
             group=places[prompt],
         )
+
+    def _cond(
+        self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]
+    ) -> Cond:
+        """Return the conditioning under which kept samples are learned: as asked, or as scored."""
+        asked = [trajectory.requests[i] for i in kept.tolist()]
+        dressing, dims, learned = self.requests.dressing, self.rewards.dims, asked
+        if dressing:
+            known = (dict(zip(dims, row, strict=True)) for row in scores.tolist())
+            learned = [dressing.at_training(*each) for each in zip(asked, known, strict=True)]
+        if [r.given for r in learned] == [r.given for r in asked]:
+            return take(trajectory.cond, trajectory.prompt[kept].to(trajectory.device))
+        cond, row = encode_once(self.learner.policy, learned)
+        return take(cond, row.to(trajectory.device))
 
     def _step_advantages(
         self,

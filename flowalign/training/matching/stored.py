@@ -12,8 +12,15 @@ from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptE
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import fitting
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.kinds import Kind, read_examples
-from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
+from flowalign.data.preference.kinds import Kind, read_examples, scored_dimensions
+from flowalign.data.preference.pairs import (
+    Example,
+    Pair,
+    Sample,
+    all_requests,
+    dressed,
+    media_of,
+)
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
@@ -30,7 +37,7 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Label, ModelPlan, Personal, Policy
+from flowalign.types import Dressing, Examples, Label, ModelPlan, Personal, Policy
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -154,6 +161,18 @@ class StoredDataset(DataSource):
         for path in (self.path, self.held_out):
             if path is not None and not Path(path).exists():
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
+        if run.dressing:
+            self._check_dressing(run.policy, run.dressing)
+
+    def _check_dressing(self, policy: Policy, dressing: Dressing) -> None:
+        """Raise ValueError for words of scores that no row has, or beside those of attributes."""
+        if self.kind in ("attributes", "captions"):
+            raise ValueError(
+                f"recipe.data.kind {self.kind} asks with attributes of its own: set dressing to "
+                "null, or kind to samples"
+            )
+        scored = scored_dimensions(self.path, self.schema, self.root)
+        dressing.check(policy, dict.fromkeys(scored, 1.0))
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -167,9 +186,10 @@ class StoredDataset(DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> "StoredStream":
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
-        return StoredStream(self, learner.policy, seed, learner.processes, requires, log)
+        return StoredStream(self, learner.policy, seed, learner.processes, requires, log, dressing)
 
 
 class StoredStream(BatchStream):
@@ -183,8 +203,10 @@ class StoredStream(BatchStream):
         processes: Processes,
         requires: Set[Label],
         log: Log,
+        dressing: Dressing | None = None,
     ):
         self.cfg, self.seed, self.processes, self.log = cfg, seed, processes, log
+        self.dressing = dressing
         folder = Path(cfg.cache) if cfg.cache else None
         self.latents = LatentCache(
             policy, folder, DTYPES[cfg.cache_dtype], cfg.max_frames, processes=processes
@@ -259,6 +281,8 @@ class StoredStream(BatchStream):
         examples, dropped = read_examples(kind, *where, labelled, queue.take)
         queue.finish()
         examples = fitting(examples, self.texts.policy.takes, dropped)
+        if self.dressing:
+            examples = [dressed(example, self.dressing) for example in examples]
         self.texts.prepare(all_requests(examples, self.cfg.prompt_dropout > 0))
         kept = []
         for example in examples:
