@@ -2,7 +2,7 @@
 
 from flowalign.runs import memory
 from flowalign.runs.config import Run
-from flowalign.types import Request
+from flowalign.types import shown
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
@@ -20,7 +20,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         memory.update(run, model, step.evaluations_per_example),
     ]
     updates = run.recipe.updates
-    asked = run.dressing and run.dressing.at_sampling(Request("PROMPT")).asked
+    asked = shown(run.dressing)
     return {
         **({"sampling asks": asked} if asked else {}),
         **step.rows,

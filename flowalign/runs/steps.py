@@ -18,6 +18,7 @@ from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import Evaluated, evaluate, save_grid
 from flowalign.training.learner import TrainingFailure
+from flowalign.types import shown
 from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
@@ -188,6 +189,7 @@ def _summary(
         "steps": done,
         "network_evaluations": spent.network_evaluations,
         **asdict(spent),
+        **({"sampling_asks": asked} if (asked := shown(session.run.dressing)) else {}),
         "seed": session.run.seed,
         "processes": session.processes.world,
     }

@@ -18,8 +18,6 @@ from flowalign.types import (
     conditioning,
 )
 
-_BRANCHES = ("original", "dressed", "empty")
-
 
 class PromptGuided(VelocityField):
     """Adds up the velocities of a policy under the prompt, the dressed prompt and the empty one.
@@ -29,26 +27,27 @@ class PromptGuided(VelocityField):
 
     def __init__(self, policy: Policy, guidance: PromptGuidance):
         self.policy = without_guidance(policy)
-        original, dressed = guidance.original, guidance.dressed
-        self.weights = dict(
-            zip(_BRANCHES, (original, dressed, 1 - original - dressed), strict=True)
-        )
+        weights = {"original": guidance.original, "dressed": guidance.dressed}
+        weights["empty"] = 1 - guidance.original - guidance.dressed
+        self.weights = {branch: weight for branch, weight in weights.items() if weight}
 
     def encode(self, requests: Sequence[Request]) -> Cond:
-        """Return the conditioning on requests in all three branches."""
-        original = [replace(r, dress=Dress(r.prompt, r.user)) for r in requests]
-        empty = [replace(r, dress=Dress("")) for r in requests]
-        asked = zip(_BRANCHES, (original, requests, empty), strict=True)
+        """Return the conditioning on requests in all branches that have a weight."""
+        asked = {
+            "original": [replace(r, dress=Dress(r.prompt, r.user)) for r in requests],
+            "dressed": requests,
+            "empty": [replace(r, dress=Dress("")) for r in requests],
+        }
         return {
             f"{branch}/{name}": value
-            for branch, some in asked
-            for name, value in conditioning(self.policy, some).items()
+            for branch in self.weights
+            for name, value in conditioning(self.policy, asked[branch]).items()
         }
 
     @override
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
-        """Return the weighted sum, which takes three network evaluations."""
+        """Return the weighted sum, which takes a network evaluation for each branch."""
         total = torch.zeros_like(x, dtype=torch.float32)
         for branch, weight in self.weights.items():
             told = {

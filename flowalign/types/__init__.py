@@ -20,6 +20,7 @@ from flowalign.types.dressing import (
     check_form,
     check_words,
     conditioning,
+    shown,
     with_words,
 )
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
@@ -140,5 +141,6 @@ __all__ = [
     "conditioning",
     "plain_requests",
     "prompts_of",
+    "shown",
     "with_words",
 ]

@@ -82,6 +82,21 @@ def check_words(key: str, words: Sequence[str]) -> None:
             raise ValueError(f"{key} has the word {word!r} twice: give each meaning its own word")
 
 
+def shown(dressing: Dressing | None) -> str:
+    """Return how sampling asks for PROMPT, for plans, summaries and model cards; "" without words.
+
+    It names the person, and how the prompt without words is weighed.
+    """
+    if dressing is None:
+        return ""
+    asked, guidance = dressing.at_sampling(Request("PROMPT")), dressing.guidance
+    told = asked.asked + (f", for the person {asked.user}" if asked.user else "")
+    if guidance is None:
+        return told
+    weights = f"weight {guidance.dressed:g}, PROMPT alone {guidance.original:g}"
+    return f"{told}; {weights}, the empty prompt the rest of 1"
+
+
 def conditioning(policy: Policy, requests: Sequence[Request]) -> Cond:
     """Return the conditioning on what requests ask: dressed prompts, and users of a `Personal`."""
     cond = policy.encode([request.plain for request in requests])

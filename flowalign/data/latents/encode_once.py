@@ -256,3 +256,22 @@ class PromptEmbeddingCache:
         finally:
             self.store.flush()
         return {}
+
+
+def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: Processes) -> str:
+    """Return a sentence about how much caches have saved, over all processes."""
+    found = {"latents": latents, "prompts": texts}
+    now = {name: float(part.num_encoded) for name, part in found.items()}
+    now["stored"] = float(latents.num_stored)
+    now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
+    now = {name: int(count) for name, count in processes.total(now).items()}
+    lines = [
+        f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
+        f"{part.store.num_found:,} known"
+        for name, part in found.items()
+    ]
+    if now["stored"]:
+        lines.append(f"latents that the dataset holds: {now['stored']:,}")
+    if now["damaged"]:
+        lines.append(f"damaged files of the cache, deleted: {now['damaged']:,}")
+    return "; ".join(lines)

@@ -9,6 +9,7 @@ from flowalign.data.preference.convert import Keep, read_pairs, read_samples
 from flowalign.data.preference.dropped import DropReport
 from flowalign.data.preference.pairs import Example
 from flowalign.data.readers import open_dataset
+from flowalign.types import Dressing, Policy
 
 Kind = Literal["pairs", "samples", "attributes", "captions"]
 """Kind of the rows of a dataset: pairs, samples with binary labels, media that are compared with
@@ -18,14 +19,21 @@ _LOOKED_AT = 200
 """Rows of a dataset that are searched for the dimensions that it scores."""
 
 
-def scored_dimensions(path: str, schema: str, root: str | None) -> list[str]:
-    """Return the dimensions that the first rows of a dataset score; no medium is decoded.
+def check_dressing(
+    dressing: Dressing, policy: Policy, kind: Kind, path: str, schema: str, root: str | None
+) -> None:
+    """Raise ValueError for words of scores that no row has, or beside those of attributes.
 
-    Raises:
-        ValueError: The dataset does not exist.
+    The first rows of the dataset are read, and no medium is decoded.
     """
+    if kind in ("attributes", "captions"):
+        raise ValueError(
+            f"recipe.data.kind {kind} asks with attributes of its own: set dressing to null, or "
+            "kind to samples"
+        )
     rows = itertools.islice(open_dataset(path, schema, root).located(), _LOOKED_AT)
-    return sorted({dim for _, record in rows for dim in record.ratings})
+    scored = sorted({dim for _, record in rows for dim in record.ratings})
+    dressing.check(policy, dict.fromkeys(scored, 1.0))
 
 
 def read_examples(

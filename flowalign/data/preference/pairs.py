@@ -20,7 +20,7 @@ class Sample:
     user: str = ""
     """Identifier of the person who judged it; empty: unknown."""
     weight_map: str | None = None
-    """A safetensors file with the importance of every place, see `functional.matching`."""
+    """A safetensors file with the importance of every place, see `functional.maps`."""
     references: tuple[Reference, ...] = ()
     """Sources of an edit, or a first frame."""
     mask: Reference | None = None
@@ -60,7 +60,9 @@ class Pair:
     """Stage of a curriculum; earlier ones are easier."""
     segments: Sequence[Segment] = ()
     mask: str | None = None
-    """A safetensors file that says where the two differ, see `functional.matching`."""
+    """A safetensors file that says where the two differ, see `functional.maps`."""
+    mask_rejected: str | None = None
+    """That of the rejected medium, where each has its own; null: that of both."""
     mask_strength: float = 1.0
     """Factor of the errors within the mask."""
     targets: tuple[str, str] | None = None

@@ -54,6 +54,9 @@ class ScoredGroups(RolloutSettings, DataSource):
     weights: Literal["policy", "ema", "old", "behaviour"] = "policy"
     """Weights that sample: of the policy, of its evaluated average, of its old self (`recipe.old`),
     or of an average that is only sampled from (`recipe.behaviour`)."""
+    weight_map: str | None = None
+    """Name of the reward model whose map weighs the places of each sample's error (SRUM's local
+    part). Null: all places weigh alike."""
 
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
@@ -125,6 +128,7 @@ class ScoredGroups(RolloutSettings, DataSource):
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
         self.check_dressing(run)
+        self._check_map(run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -167,7 +171,8 @@ class ScoredGroups(RolloutSettings, DataSource):
         rewards = replace(rewards, on_failure=self.on_failed_reward)
         requests = Requests(read_requests(self.prompts), seed, dressing)
         completed = self.completed_states if self.clean == "completion" else None
-        return ScoredStream(self, learner, rewards, requests, self.weights, completed)
+        given = learner, rewards, requests, self.weights, completed, self.weight_map
+        return ScoredStream(self, *given)
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
         """Return, for each trained step, the state whose completion its credit rests on.
@@ -177,6 +182,20 @@ class ScoredGroups(RolloutSettings, DataSource):
         valued = sorted({k for k, how in self.requested(steps) if how == self.completion})
         valued = [*valued, self.sampling.num_steps]
         return {k: next(j for j in valued if j > k) for k in steps}
+
+    def _check_map(self, rewards: Rewards) -> None:
+        """Raise ValueError if no reward gives the map, or if other latents than its are noised."""
+        mapping = [model.spec.name for model in rewards.models if model.spec.maps]
+        if self.weight_map is not None and self.weight_map not in mapping:
+            raise ValueError(
+                f"{self.key}.weight_map is {self.weight_map!r}; rewards with a map here: "
+                f"{', '.join(mapping) or 'none, take one such as reward_models.region_reward'}"
+            )
+        if self.weight_map is not None and self.clean == "completion":
+            raise ValueError(
+                f"{self.key}.weight_map is of finished samples, and clean is completion: set clean "
+                "to sample"
+            )
 
     def _check_completions(self, steps: Sequence[int]) -> None:
         """Raise ValueError if completions are asked for that do not exist, or are not kept."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
+from flowalign.functional.maps import mean_one, on_grid
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import take
 from flowalign.sampling.rollout import encode_once
@@ -49,9 +50,11 @@ class ScoredStream(BatchStream):
         requests: Requests,
         weights: str,
         completed: CompletedStates | None = None,
+        weight_map: str | None = None,
     ):
         self.cfg, self.learner, self.rewards = cfg, learner, rewards
         self.requests, self.weights, self.completed = requests, weights, completed
+        self.weight_map = weight_map
         self.comparison = RewardComparison(cfg, rewards, learner.processes)
         """Comparison of credit, by weights that thresholds change."""
         self.history = OutcomeHistory(cfg.history)
@@ -144,7 +147,17 @@ class ScoredStream(BatchStream):
             desirable=torch.ones(len(kept), dtype=torch.bool),
             scores=dict(zip(dims, scores.unbind(1), strict=True)),
             group=places[prompt],
+            weight_map=self._weights_of_places(values, kept, latents),
         )
+
+    def _weights_of_places(
+        self, values: CompletionValues, kept: Int[Tensor, "n"], latents: Float[Tensor, "n *latent"]
+    ) -> Float[Tensor, "n *map"] | None:
+        """Return the map of each kept sample on the grid of its latent, scaled to mean 1."""
+        if self.weight_map is None:
+            return None
+        maps = values.outcome_map(self.weight_map)[kept]
+        return mean_one(on_grid(maps, tuple(latents.shape[2:]))).to(latents.device)
 
     def _cond(
         self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]

@@ -8,11 +8,16 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
+from flowalign.data.latents.encode_once import (
+    EncodeQueue,
+    LatentCache,
+    PromptEmbeddingCache,
+    cache_report,
+)
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import fitting
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.kinds import Kind, read_examples, scored_dimensions
+from flowalign.data.preference.kinds import Kind, check_dressing, read_examples
 from flowalign.data.preference.pairs import (
     Example,
     Pair,
@@ -162,17 +167,8 @@ class StoredDataset(DataSource):
             if path is not None and not Path(path).exists():
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
         if run.dressing:
-            self._check_dressing(run.policy, run.dressing)
-
-    def _check_dressing(self, policy: Policy, dressing: Dressing) -> None:
-        """Raise ValueError for words of scores that no row has, or beside those of attributes."""
-        if self.kind in ("attributes", "captions"):
-            raise ValueError(
-                f"recipe.data.kind {self.kind} asks with attributes of its own: set dressing to "
-                "null, or kind to samples"
-            )
-        scored = scored_dimensions(self.path, self.schema, self.root)
-        dressing.check(policy, dict.fromkeys(scored, 1.0))
+            where = self.kind, self.path, self.schema, self.root
+            check_dressing(run.dressing, run.policy, *where)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -224,7 +220,7 @@ class StoredStream(BatchStream):
         self.held_out_collator = Collator(self.latents, self.texts, BatchFields.of(shown))
         self.held_out_examples = processes.share(shown[: cfg.held_out_pairs])
         if folder:
-            log(self._cache_report())
+            log(cache_report(self.latents, self.texts, processes))
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -290,24 +286,6 @@ class StoredStream(BatchStream):
             dropped.add(why[0]) if why else kept.append(example)
         self._report_dropped(f"{kind} of {path}", len(kept), dropped)
         return kept
-
-    def _cache_report(self) -> str:
-        """Return a sentence about how much the cache has saved."""
-        found = {"latents": self.latents, "prompts": self.texts}
-        now = {name: float(part.num_encoded) for name, part in found.items()}
-        now["stored"] = float(self.latents.num_stored)
-        now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
-        now = {name: int(count) for name, count in self.processes.total(now).items()}
-        lines = [
-            f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
-            f"{part.store.num_found:,} known"
-            for name, part in found.items()
-        ]
-        if now["stored"]:
-            lines.append(f"latents that the dataset holds: {now['stored']:,}")
-        if now["damaged"]:
-            lines.append(f"damaged files of the cache, deleted: {now['damaged']:,}")
-        return "; ".join(lines)
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:
         """Log what was dropped; raise ValueError if it is too much."""

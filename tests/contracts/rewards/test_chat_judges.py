@@ -10,6 +10,7 @@ import yaml
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardSpec
+from reward_models.artefact_map import ArtefactMap, artefact_map
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.images import data_url
@@ -25,6 +26,7 @@ from reward_models.chat.template import read_template
 from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
+from reward_models.detection import Detection, ShapesDetector
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -404,8 +406,60 @@ def test_levels_are_an_expectation_and_continue_the_sentence(serve):
 def test_an_assessor_sees_the_shortest_side_at_its_size(serve):
     server = serve(lambda r: r'<think>hm</think>\boxed{"Whether Normal": false}')
     output = MagicAssessor(server, side=20).score(MediaBatch(torch.rand(1, 1, 3, 10, 15), ["a"]))
-    assert output.values.tolist() == [[0.0]]
+    assert output.values.tolist() == [[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]
     assert serve.running[0].requests[0].pictures[0].shape == (20, 30, 3)
+
+
+def test_an_assessor_scores_every_kind_of_artefact(serve):
+    """The published form: a kind is true, or a list of its refinements."""
+    kinds = '{"L2: Abnormal Human Anatomy": ["L3: Hand Structure Deformity"], ' + (
+        '"L2: Abnormal Object Morphology": true}'
+    )
+    box = r'<think>hm</think>\boxed{"Whether Normal": false, "Type of Deformity": ' + kinds + "}"
+    output = MagicAssessor(serve(lambda r: box), side=16).score(contract_batch())
+    scores = dict(
+        zip(
+            MagicAssessor(Server("http://a/v1", MODEL)).spec.dims,
+            [0, 1, 0, 1, 0, 1, 1],
+            strict=True,
+        )
+    )
+    assert output.values.tolist() == [list(map(float, scores.values()))] * 3
+    assert [d for d, s in scores.items() if not s] == [
+        "normal",
+        "human_anatomy",
+        "object_morphology",
+    ]
+
+
+def test_artefacts_without_a_published_label_are_asked_about_again(serve):
+    box = r'\boxed{"Whether Normal": false, "Type of Deformity": {"L2: Odd": true}}'
+    output = MagicAssessor(serve(lambda r: box), side=16).score(contract_batch())
+    assert not output.valid.any()
+    assert "'L2: Odd' is no label" in output.reasons[0]
+
+
+def test_artefacts_lie_where_a_detector_finds_their_kind(serve):
+    """By hand: a person with a bad hand, a sound cup before them, and light that is odd anywhere."""
+    free = dict.fromkeys(MagicAssessor(Server("http://a/v1", MODEL)).spec.dims, 1.0)
+    free |= {"human_anatomy": 0.25, "interaction": 0.5}
+    found = [Detection("person", 0.9, (0.0, 0.0, 2.0, 2.0)), Detection("cup", 0.8, (1, 0, 4, 1))]
+    wanted = [[0.125, 0.125, 0.5, 0.5], [0.125, 0.125, 0.5, 0.5]]
+    assert artefact_map(found, free, 2, 4).tolist() == wanted
+    sheep = [Detection("sheep", 0.9, (0.0, 0.0, 1.0, 2.0))]
+    scores = free | {"animal_anatomy": 0.0, "interaction": 1.0}
+    assert artefact_map(sheep, scores, 2, 2).tolist() == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
+    answer = r'\boxed{"Whether Normal": false, "Type of Deformity": {"L2: Abnormal Object Morphology": true}}'
+    reward = ArtefactMap(MagicAssessor(serve(lambda r: answer), side=16), ShapesDetector(), 0.5)
+    output = reward.score(contract_batch())
+    assert output.values[:, 4].tolist() == [0.0] * 3
+    places = output.maps["artefact_map"]
+    assert places.shape == (3, 16, 24)
+    assert set(places.unique().tolist()) <= {0.0, 1.0}
+    reward.judge.close()
 
 
 def test_fingerprints_tell_settings_apart(serve, tmp_path):
