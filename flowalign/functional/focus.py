@@ -42,16 +42,16 @@ def focus(
 
 
 def focus_weights(
-    field: Float[Tensor, "n 1 *grid"], sigma: Float[Tensor, "n"], floor: float, window: int
-) -> Float[Tensor, "n 1 *grid"]:
+    field: Float[Tensor, "n *mask"], sigma: Float[Tensor, "n"], floor: float, window: int
+) -> Float[Tensor, "n *mask"]:
     """Return the weights of places at a noise level: mean 1 in each row.
 
     They are floor + (1 - floor) f, with f the field near the data, and its mean over windows of
     `window` places at pure noise, where only the layout can be told; in between both are mixed,
     sigma of the mean. Places without the subject keep the floor.
     """
-    flat = field.flatten(0, -3)[:, None] if field.ndim > 4 else field
-    pad = window // 2
-    coarse = avg_pool2d(flat, window, 1, pad, count_include_pad=False).reshape(field.shape)
+    pictures = field.flatten(0, -3)[:, None]
+    coarse = avg_pool2d(pictures, window, 1, window // 2, count_include_pad=False)
+    coarse = coarse.reshape(field.shape)
     noise = sigma.reshape(-1, *[1] * (field.ndim - 1))
     return mean_one(floor + (1 - floor) * torch.lerp(field, coarse, noise))

@@ -75,6 +75,11 @@ NEW = [
         ["configs/preference/sdxl_dpo.yaml", f"configs/methods/{name}.yaml"]
         for name in ("cpo_expert", "cpo")
     ),
+    ["configs/shapes_levels.yaml"],
+    ["configs/shapes_parrot.yaml"],
+    ["configs/models/sd15.yaml", "configs/methods/parrot.yaml"],
+    ["configs/models/flux1_kontext.yaml", "configs/methods/focus_dpo.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/magic_mirror.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/credit/shapes/cogni_edit.yaml"],

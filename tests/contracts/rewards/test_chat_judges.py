@@ -410,55 +410,52 @@ def test_an_assessor_sees_the_shortest_side_at_its_size(serve):
     assert serve.running[0].requests[0].pictures[0].shape == (20, 30, 3)
 
 
+ARTEFACTS = ("normal", "interaction", "human_anatomy", "animal_anatomy", "object_morphology")
+
+
+def boxed_kinds(kinds):
+    return rf'<think>hm</think>\boxed{{"Whether Normal": false, "Type of Deformity": {kinds}}}'
+
+
 def test_an_assessor_scores_every_kind_of_artefact(serve):
     """The published form: a kind is true, or a list of its refinements."""
-    kinds = '{"L2: Abnormal Human Anatomy": ["L3: Hand Structure Deformity"], ' + (
-        '"L2: Abnormal Object Morphology": true}'
-    )
-    box = r'<think>hm</think>\boxed{"Whether Normal": false, "Type of Deformity": ' + kinds + "}"
-    output = MagicAssessor(serve(lambda r: box), side=16).score(contract_batch())
-    scores = dict(
-        zip(
-            MagicAssessor(Server("http://a/v1", MODEL)).spec.dims,
-            [0, 1, 0, 1, 0, 1, 1],
-            strict=True,
-        )
-    )
-    assert output.values.tolist() == [list(map(float, scores.values()))] * 3
-    assert [d for d, s in scores.items() if not s] == [
-        "normal",
-        "human_anatomy",
-        "object_morphology",
-    ]
+    hand = '"L2: Abnormal Human Anatomy": ["L3: Hand Structure Deformity"]'
+    answer = boxed_kinds(f'{{{hand}, "L2: Abnormal Object Morphology": true}}')
+    judge = MagicAssessor(serve(lambda r: answer), side=16)
+    assert judge.score(contract_batch()).values.tolist() == [[0, 1, 0, 1, 0, 1, 1]] * 3
+    assert judge.spec.dims == (*ARTEFACTS, "attributes", "other")
 
 
 def test_artefacts_without_a_published_label_are_asked_about_again(serve):
-    box = r'\boxed{"Whether Normal": false, "Type of Deformity": {"L2: Odd": true}}'
-    output = MagicAssessor(serve(lambda r: box), side=16).score(contract_batch())
+    answer = boxed_kinds('{"L2: Odd": true}')
+    output = MagicAssessor(serve(lambda r: answer), side=16).score(contract_batch())
     assert not output.valid.any()
     assert "'L2: Odd' is no label" in output.reasons[0]
 
 
-def test_artefacts_lie_where_a_detector_finds_their_kind(serve):
-    """By hand: a person with a bad hand, a sound cup before them, and light that is odd anywhere."""
-    free = dict.fromkeys(MagicAssessor(Server("http://a/v1", MODEL)).spec.dims, 1.0)
+def test_artefacts_lie_where_a_detector_finds_their_kind():
+    """By hand: a person with a bad hand, a sound cup before them, and light that is odd."""
+    free = dict.fromkeys((*ARTEFACTS, "attributes", "other"), 1.0)
     free |= {"human_anatomy": 0.25, "interaction": 0.5}
-    found = [Detection("person", 0.9, (0.0, 0.0, 2.0, 2.0)), Detection("cup", 0.8, (1, 0, 4, 1))]
-    wanted = [[0.125, 0.125, 0.5, 0.5], [0.125, 0.125, 0.5, 0.5]]
-    assert artefact_map(found, free, 2, 4).tolist() == wanted
+    person = Detection("person", 0.9, (0.0, 0.0, 2.0, 2.0))
+    found = [person, Detection("cup", 0.8, (1.0, 0.0, 4.0, 1.0))]
+    assert artefact_map(found, free, 2, 4).tolist() == [[0.125, 0.125, 0.5, 0.5]] * 2
     sheep = [Detection("sheep", 0.9, (0.0, 0.0, 1.0, 2.0))]
     scores = free | {"animal_anatomy": 0.0, "interaction": 1.0}
-    assert artefact_map(sheep, scores, 2, 2).tolist() == [[0.0, 1.0], [0.0, 1.0]]
+    assert artefact_map(sheep, scores, 2, 2).tolist() == [[0.0, 1.0]] * 2
 
 
 def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
-    answer = r'\boxed{"Whether Normal": false, "Type of Deformity": {"L2: Abnormal Object Morphology": true}}'
-    reward = ArtefactMap(MagicAssessor(serve(lambda r: answer), side=16), ShapesDetector(), 0.5)
-    output = reward.score(contract_batch())
-    assert output.values[:, 4].tolist() == [0.0] * 3
-    places = output.maps["artefact_map"]
-    assert places.shape == (3, 16, 24)
-    assert set(places.unique().tolist()) <= {0.0, 1.0}
+    """A blue square that is told to be ill formed, left of nothing."""
+    answer = boxed_kinds('{"L2: Abnormal Object Morphology": true}')
+    media = torch.ones(1, 1, 3, 32, 32)
+    media[..., 8:20, 4:16] = torch.tensor([0.1, 0.2, 0.9])[:, None, None]
+    reward = ArtefactMap(MagicAssessor(serve(lambda r: answer), side=32), ShapesDetector())
+    output = reward.score(MediaBatch(media, ["a blue square"]))
+    assert output.values[:, 4].tolist() == [0.0]
+    place = output.maps["artefact_map"][0]
+    assert (place[9:19, 5:15] == 0).all()
+    assert (place[:, 20:] == 1).all()
     reward.judge.close()
 
 
