@@ -135,15 +135,9 @@ def evaluate(
     items = cfg.items()
     local = list(processes.share(range(len(items))))
     requests = [items[i][1] for i in local]
-    latents = generate(
-        policy,
-        requests,
-        cfg.num_steps,
-        [generator(cfg.seed, "evaluation", i) for i in local],
-        cfg.micro_batch,
-        cfg.reward_guidance,
-        dressing,
-    )
+    seeds = [generator(cfg.seed, "evaluation", i) for i in local]
+    given = requests, cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, dressing
+    latents = generate(policy, *given)
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}

@@ -122,6 +122,7 @@ PUBLISHED = {
 }
 """What differs on Stable Diffusion 3.5 and FLUX.1, by method; TWO for all others."""
 ELSEWHERE = {
+    "configs/preference/sd15_ppd.yaml": {"dressing.class_path": "flowalign.dressing.Users"},
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
     # on the embedded model, but for the runs of the study of credit

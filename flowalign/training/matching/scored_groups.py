@@ -128,7 +128,7 @@ class ScoredGroups(RolloutSettings, DataSource):
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
         self.check_dressing(run)
-        self._check_map(run.rewards)
+        _check_map(self, run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -183,20 +183,6 @@ class ScoredGroups(RolloutSettings, DataSource):
         valued = [*valued, self.sampling.num_steps]
         return {k: next(j for j in valued if j > k) for k in steps}
 
-    def _check_map(self, rewards: Rewards) -> None:
-        """Raise ValueError if no reward gives the map, or if other latents than its are noised."""
-        mapping = [model.spec.name for model in rewards.models if model.spec.maps]
-        if self.weight_map is not None and self.weight_map not in mapping:
-            raise ValueError(
-                f"{self.key}.weight_map is {self.weight_map!r}; rewards with a map here: "
-                f"{', '.join(mapping) or 'none, take one such as reward_models.region_reward'}"
-            )
-        if self.weight_map is not None and self.clean == "completion":
-            raise ValueError(
-                f"{self.key}.weight_map is of finished samples, and clean is completion: set clean "
-                "to sample"
-            )
-
     def _check_completions(self, steps: Sequence[int]) -> None:
         """Raise ValueError if completions are asked for that do not exist, or are not kept."""
         if self.clean == "sample":
@@ -214,3 +200,18 @@ class ScoredGroups(RolloutSettings, DataSource):
                 f"{self.key}.clean is completion, which needs completions by the weights and the "
                 f"guidance of the rollout: leave {self.key}.completion at them"
             )
+
+
+def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:
+    """Raise ValueError if no reward gives the map, or if other latents than its are noised."""
+    mapping = [model.spec.name for model in rewards.models if model.spec.maps]
+    if cfg.weight_map is not None and cfg.weight_map not in mapping:
+        raise ValueError(
+            f"{cfg.key}.weight_map is {cfg.weight_map!r}; rewards with a map here: "
+            f"{', '.join(mapping) or 'none, take one such as reward_models.region_reward'}"
+        )
+    if cfg.weight_map is not None and cfg.clean == "completion":
+        raise ValueError(
+            f"{cfg.key}.weight_map is of finished samples, and clean is completion: set clean "
+            "to sample"
+        )
