@@ -4,6 +4,8 @@ Source: FocusDPO, arXiv:2509.01181, a reconstruction: see `flowalign.functional.
 here are windows of the pictures that any image encoder embeds.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -58,7 +60,7 @@ class SubjectFocus(EncodedReward):
         best = matches.sort(1, descending=True).values[:, : (self.grid**2 + 1) // 2]
         return Rated(best.mean(1, keepdim=True), places=places.unflatten(1, (self.grid, self.grid)))
 
-    def _focus(self, picture: Tensor, references: list[Tensor]) -> tuple[Tensor, Tensor]:
+    def _focus(self, picture: Tensor, references: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         shown = torch.cat([patches(reference, self.grid) for reference in references])
         match, which = correspondence(
             self.features(patches(picture, self.grid)), self.features(shown)
