@@ -82,6 +82,11 @@ class RewardLevels(Dressing):
                     f"dressing.ask.{dim} is {self._level(dim)}; the highest level is {len(steps)}"
                 )
 
+    @property
+    @override
+    def dims(self) -> list[str]:
+        return [*self.thresholds]
+
     @override
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
         for dim in self.thresholds:

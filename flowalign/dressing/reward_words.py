@@ -46,6 +46,11 @@ class RewardWords(Dressing):
         check_words("dressing.words", [*self.words.values()])
         check_form("dressing.form", self.form)
 
+    @property
+    @override
+    def dims(self) -> list[str]:
+        return [*self.words]
+
     @override
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
         for dim in self.words:
@@ -58,12 +63,11 @@ class RewardWords(Dressing):
 
     @override
     def at_sampling(self, request: Request) -> Request:
-        return self._dressed(request, [*self.words])
+        return self._dressed(request, self.dims)
 
     @override
     def at_rollout(self, request: Request, position: int) -> Request:
-        dims = [*self.words]
-        return self._dressed(request, [dims[position % len(dims)]])
+        return self._dressed(request, [self.dims[position % len(self.dims)]])
 
     @override
     def at_training(self, request: Request, scores: Mapping[str, float]) -> Request:

@@ -34,6 +34,11 @@ class Users(Dressing):
                 "dressing.guidance is set, but Users adds no words to guide to: leave it null"
             )
 
+    @property
+    @override
+    def dims(self) -> tuple[()]:
+        return ()
+
     @override
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
         if not isinstance(policy, Personal):

@@ -35,6 +35,11 @@ class Dressing(ABC):
     guidance: PromptGuidance | None
     """How sampling weighs the prompt with and without words. Null: only dressed prompts count."""
 
+    @property
+    @abstractmethod
+    def dims(self) -> Sequence[str]:
+        """Return the reward dimensions that the words are about; empty if about none."""
+
     @abstractmethod
     def check(self, policy: Policy, weights: Mapping[str, float]) -> None:
         """Raise ValueError for a policy, or reward dimensions with these weights, that do not fit.

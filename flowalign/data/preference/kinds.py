@@ -24,15 +24,17 @@ def check_dressing(
 ) -> None:
     """Raise ValueError for words of scores that no row has, or beside those of attributes.
 
-    The first rows of the dataset are read, and no medium is decoded.
+    The first rows of the dataset are read if the words are about scores, and no medium is decoded.
     """
     if kind in ("attributes", "captions"):
         raise ValueError(
             f"recipe.data.kind {kind} asks with attributes of its own: set dressing to null, or "
             "kind to samples"
         )
-    rows = itertools.islice(open_dataset(path, schema, root).located(), _LOOKED_AT)
-    scored = sorted({dim for _, record in rows for dim in record.ratings})
+    scored: list[str] = []
+    if dressing.dims:
+        rows = itertools.islice(open_dataset(path, schema, root).located(), _LOOKED_AT)
+        scored = sorted({dim for _, record in rows for dim in record.ratings})
     dressing.check(policy, dict.fromkeys(scored, 1.0))
 
 

@@ -27,6 +27,7 @@ from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPo
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
 from reward_models.detection import Detection, ShapesDetector
+from reward_models.shapes import BACKGROUND
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -448,7 +449,7 @@ def test_artefacts_lie_where_a_detector_finds_their_kind():
 def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
     """A blue square that is told to be ill formed, left of nothing."""
     answer = boxed_kinds('{"L2: Abnormal Object Morphology": true}')
-    media = torch.ones(1, 1, 3, 32, 32)
+    media = (torch.tensor(BACKGROUND) / 255).view(1, 1, 3, 1, 1).repeat(1, 1, 1, 32, 32)
     media[..., 8:20, 4:16] = torch.tensor([0.1, 0.2, 0.9])[:, None, None]
     reward = ArtefactMap(MagicAssessor(serve(lambda r: answer), side=32), ShapesDetector())
     output = reward.score(MediaBatch(media, ["a blue square"]))
