@@ -88,6 +88,13 @@ class PersonalSD15(Policy, Personal):
         found = [self.embeddings.get(user, self.nobody) for user in users]
         return {**cond, "user": torch.stack(found)}
 
+    def check_user(self, user: str) -> None:
+        if user not in (known := embeddings(self.users)):
+            raise ValueError(
+                f"user {user!r} has no embedding in {self.users}; it has those of "
+                f"{', '.join(sorted(known)[:8])}{' and others' * (len(known) > 8)}"
+            )
+
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         told = {name: value for name, value in cond.items() if name != "user"}
         told["image_embeds"] = cond["user"]

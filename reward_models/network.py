@@ -21,6 +21,8 @@ class Rated:
     """Standard deviation of each score; None: the model gives none."""
     failed: Mapping[int, str] = field(default_factory=dict)
     """Samples of this batch that turned out not to be scorable, with the reason."""
+    places: Float[Tensor, "n *place"] | None = None
+    """Worth of every place of each sample; None: the model maps nothing."""
 
 
 class NetworkReward(RewardModel, Loadable):
@@ -88,10 +90,11 @@ class NetworkReward(RewardModel, Loadable):
             values = spread(rated.values, good, len(batch))
             stds = rated.uncertainty
             uncertainty = None if stds is None else spread(stds, good, len(batch))
+            maps = None if rated.places is None else spread(rated.places, good, len(batch))
         if self.offload and not values.requires_grad:  # backward needs the weights in place
             self.network.to("cpu")
         failed |= {good[i]: reason for i, reason in rated.failed.items()}
-        return RewardOutput.build(self.spec, values, failed, uncertainty)
+        return RewardOutput.build(self.spec, values, failed, uncertainty, places=maps)
 
 
 def _joined(parts: Sequence[Rated]) -> Rated:
@@ -102,11 +105,13 @@ def _joined(parts: Sequence[Rated]) -> Rated:
         failed |= {num + i: reason for i, reason in part.failed.items()}
         num += len(part.values)
     stds = [part.uncertainty for part in parts if part.uncertainty is not None]
+    maps = [part.places for part in parts if part.places is not None]
     values = torch.cat([part.values for part in parts])
-    return Rated(values, torch.cat(stds) if stds else None, failed)
+    uncertainty = torch.cat(stds) if stds else None
+    return Rated(values, uncertainty, failed, torch.cat(maps) if maps else None)
 
 
-def spread(table: Float[Tensor, "m R"], rows: Sequence[int], num: int) -> Float[Tensor, "n R"]:
+def spread(table: Float[Tensor, "m *R"], rows: Sequence[int], num: int) -> Float[Tensor, "n *R"]:
     """Place the m rows, on the CPU, at the given positions among `num` rows of NaN."""
-    places = torch.full((num, table.shape[1]), torch.nan)
+    places = torch.full((num, *table.shape[1:]), torch.nan)
     return places.index_put((torch.tensor(rows, dtype=torch.long),), table.float().cpu())

@@ -3,8 +3,7 @@
 Source: SRUM, arXiv:2510.12784 and its code, WayneJin0918/SRUM. There the model that is trained
 judges itself in written scores from -1 to 1, and SAM proposes the regions; here a yes/no judge
 answers, 2 P(yes) - 1 is the score, a detector proposes, and the questions are ours. SRUM weighs the
-pixels of its matching loss by the map, which no loss here does yet; `reward_map` paints it from the
-extras.
+places of its matching loss by the map, as `recipe.data.weight_map` of scored groups does.
 """
 
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from flowalign.functional.maps import painted
 from flowalign.types import Loadable, MediaBatch, PositiveInt, RewardSpec, UnitInterval
 from reward_models.detection import Detection, Detector
 from reward_models.rule import RuleReward, Unscorable, Verdict
@@ -32,8 +32,8 @@ class RegionReward(RuleReward, Loadable):
     """Scores the layout as `global` and the mean of the regions as `local`, both in [-1, 1].
 
     `detector` proposes the regions, of which the `max_regions` that it is surest of are judged;
-    without any, `local` is neutral, 0. The extras hold every region with its score, from which
-    `reward_map` paints a map of where.
+    without any, `local` is neutral, 0. The extras hold every region with its score, the map of a
+    picture says how good it is where.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class RegionReward(RuleReward, Loadable):
             licence="that of the judge",
             needs=("prompt",),
             normalisation="2 P(yes) - 1",
+            maps=True,
             version=f"{judge.version} {detector.version} {threshold} {max_regions} {LAYOUT} "
             f"{REGION}",
         )
@@ -77,7 +78,8 @@ class RegionReward(RuleReward, Loadable):
             for region, score in zip(regions, each, strict=True)
         ]
         local = sum(each) / len(each) if each else 0.0
-        return (layout, local), {"global": layout, "regions": rows}
+        found = {"global": layout, "regions": rows}
+        return (layout, local), found, reward_map(found, height, width)
 
 
 def reward_map(extras: Mapping[str, Any], height: int, width: int) -> Float[Tensor, "height width"]:
@@ -87,12 +89,9 @@ def reward_map(extras: Mapping[str, Any], height: int, width: int) -> Float[Tens
     best one counts. SRUM's code lets no region count less than neutral, which would hide all bad
     ones; here they do.
     """
-    painted = torch.full((height, width), -1.0)
-    for region in extras["regions"]:
-        left, top, right, bottom = (round(edge) for edge in region["box"])
-        place = painted[max(top, 0) : max(bottom, 0), max(left, 0) : max(right, 0)]
-        place.clamp_(min=(1 + region["score"]) / 2)
-    return torch.where(painted < 0, 0.5, painted) * (1 + extras["global"]) / 2
+    boxes = torch.tensor([region["box"] for region in extras["regions"]]).reshape(-1, 4)
+    worth = (1 + torch.tensor([region["score"] for region in extras["regions"]])) / 2
+    return painted(boxes, worth, height, width, elsewhere=0.5) * (1 + extras["global"]) / 2
 
 
 def _question(region: Detection, height: int, width: int) -> str:

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
 
-Verdict = tuple[Sequence[float], Mapping[str, Any]]
-"""Score of every dimension, and further findings for the extras."""
+Verdict = (
+    tuple[Sequence[float], Mapping[str, Any]] | tuple[Sequence[float], Mapping[str, Any], Tensor]
+)
+"""Score of every dimension, further findings for the extras and, if the spec says so, a map."""
 
 
 class Unscorable(Exception):
@@ -35,15 +37,18 @@ class RuleReward(RewardModel):
         failed = self.spec.screen(batch)
         values = torch.full((len(batch), len(self.spec.dims)), torch.nan)
         extras: list[Mapping[str, Any]] = [{} for _ in range(len(batch))]
+        places = torch.full((len(batch), *batch.media.shape[-2:]), torch.nan)
         for i in range(len(batch)):
             if i in failed:
                 continue
             try:
-                scores, extras[i] = self.judge(batch.take([i]))
+                scores, extras[i], *place = self.judge(batch.take([i]))
                 values[i] = torch.tensor(scores)
+                places[i : i + 1] = place[0] if place else torch.nan
             except Unscorable as reason:
                 failed[i] = str(reason)
-        return RewardOutput.build(self.spec, values, failed, extras=extras)
+        painted = places if self.spec.maps else None
+        return RewardOutput.build(self.spec, values, failed, extras=extras, places=painted)
 
 
 def optional(module: str, extra: str) -> Any:

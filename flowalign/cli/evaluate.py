@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
     processes = join(run_file.device)
     rewards = run_file.build_rewards()
     _load(run_file, args.weights, rewards)
-    metrics = evaluate(run_file.policy, rewards, run_file.evaluation, processes).metrics
+    given = run_file.evaluation, processes, run_file.dressing
+    metrics = evaluate(run_file.policy, rewards, *given).metrics
     if processes.is_main:
         table(f"{args.weights or 'before training'}", {k: f"{v:.4f}" for k, v in metrics.items()})
         print(json.dumps(metrics))  # noqa: T201

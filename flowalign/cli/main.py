@@ -26,6 +26,7 @@ from flowalign.cli import (
     score,
     serve,
     train,
+    users,
     view,
 )
 from flowalign.cli.messages import UsageError, complain, quiet_libraries
@@ -63,6 +64,7 @@ VERBS: dict[str, ModuleType] = {
     "clip-pairs": clip_pairs,
     "serve-reward": serve,
     "reward": reward,
+    "users": users,
     "export": export,
     "convert": convert,
     "doctor": doctor,
@@ -79,6 +81,7 @@ TAKES_OVERRIDES = (
     "compare",
     "reward train",
     "clip-pairs",
+    "users",
 )
 """Verbs that accept `--a.b VALUE` for settings of their run file."""
 

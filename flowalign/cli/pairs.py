@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--held_out", type=float, default=0.1, help="share of the prompts, default 0.1")
     add("--seed", type=whole(*SEED), default=0, help="seed of the choice of held-out prompts")
     root = "where relative paths of the table begin; default: the current folder"
+    add("--mask", metavar="REWARD", help="take the maps of this reward as masks (FocusDPO)")
     add("--root", default="", metavar="FOLDER", help=root)
     add(
         "--labels",
@@ -120,6 +121,7 @@ def _job(args: argparse.Namespace) -> "Job":
         args.stages or 0,
         args.stages_by or "score",
         args.mixed_shapes,
+        args.mask,
     )
 
 

@@ -107,6 +107,7 @@ def _job(args: argparse.Namespace) -> "Job":
     settings = {
         "policy": resolved["policy"],
         **({"reward_guidance": guidance} if guidance else {}),
+        **({"dressing": resolved["dressing"]} if resolved["dressing"] else {}),
         "weights": args.weights and os.path.realpath(args.weights),
         "weights_sha256": args.weights and hash_weights(Path(args.weights)),
         "prompts": _hashed(requests),

@@ -19,7 +19,7 @@ from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.media.frame_sampling import MediaProblem
 from flowalign.media.media import Media
 from flowalign.media.references import reference
-from flowalign.types import Reference, Request
+from flowalign.types import Dressing, Reference, Request
 from flowalign.utils.files import bundled
 
 _REFERENCES = ("image", "images", "references")
@@ -34,6 +34,8 @@ class Requests:
 
     all: Sequence[Request]
     seed: int = 0
+    dressing: Dressing | None = None
+    """How the policy is asked for them. None: by their prompts."""
 
     def batch(self, step: int, size: int) -> list[Request]:
         """Return the requests of one step; they depend on the seed, not on where a run resumed."""
@@ -41,7 +43,8 @@ class Requests:
 
     def _at(self, position: int) -> Request:
         epoch, offset = divmod(position, len(self.all))
-        return self.all[_order(self.seed, epoch, len(self.all))[offset]]
+        request = self.all[_order(self.seed, epoch, len(self.all))[offset]]
+        return self.dressing.at_rollout(request, position) if self.dressing else request
 
 
 @lru_cache(maxsize=4)

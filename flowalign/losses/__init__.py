@@ -10,6 +10,7 @@ from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dgpo import DGPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.flow_awr import FlowAWR
+from flowalign.losses.matching.focus_dpo import FocusDPO
 from flowalign.losses.matching.gradient_balance import GradientBalance
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.kvpo import KVPO
@@ -47,6 +48,7 @@ __all__ = [
     "OPD",
     "KVPO",
     "FlowAWR",
+    "FocusDPO",
     "DGPO",
     "CRD",
     "AWM",

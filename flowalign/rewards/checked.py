@@ -127,7 +127,18 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
         raise RewardError(spec, f"returned reasons {output.reasons!r:.80}, not keyed by sample")
     if len(output.extras) not in (0, count):
         raise RewardError(spec, f"returned {len(output.extras)} extras for {count} samples")
+    _check_maps(spec, output, count)
     return _honest(spec, output)
+
+
+def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
+    wanted = {spec.name} if spec.maps else set()
+    if {*output.maps} != wanted or any(len(places) != count for places in output.maps.values()):
+        raise RewardError(
+            spec,
+            f"returned the maps {sorted(output.maps)} for {count} samples, expected "
+            f"{sorted(wanted)}: set spec.maps, and give `build` places",
+        )
 
 
 def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
@@ -141,7 +152,7 @@ def _honest(spec: RewardSpec, output: RewardOutput) -> RewardOutput:
     if spread is not None:
         spread = spread.detach().float().cpu().masked_fill(~valid, torch.nan)
     return RewardOutput(
-        values.masked_fill(~valid, torch.nan), valid, reasons, spread, output.extras
+        values.masked_fill(~valid, torch.nan), valid, reasons, spread, output.extras, output.maps
     )
 
 

@@ -237,6 +237,7 @@ def joined(columns: Sequence[RewardOutput]) -> RewardOutput:
         torch.cat([c.values for c in columns], 1),
         torch.cat([c.valid for c in columns], 1),
         reasons,
+        maps={name: places for column in columns for name, places in column.maps.items()},
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from flowalign.functional.relative import RelativeForm, ramp, relative_reward
 from flowalign.rewards.composite import Rewards
-from flowalign.types import MediaBatch, RewardOutput
+from flowalign.types import MediaBatch, RewardOutput, with_words
 from flowalign.utils.ranges import FiniteFloat, require_ranges
 
 
@@ -63,7 +63,10 @@ class ControlWords:
         words = self.wanted[step % len(self.wanted)], self.unwanted[step % len(self.unwanted)]
         first, second = (
             rewards.score_with_gradient(
-                replace(batch, prompts=[f"{word}. {prompt}" for prompt in batch.prompts])
+                replace(
+                    batch,
+                    prompts=[with_words("{words}. {prompt}", p, [word]) for p in batch.prompts],
+                )
             )
             for word in (reversed(words) if inverted else words)
         )

@@ -31,7 +31,7 @@ from flowalign.utils.costs import Costs
 def measure(run: Run, repeats: int) -> dict[str, float]:
     """Return median seconds of each stage and of the floor, and their quotient `overhead`."""
     recipe, learner, rewards, _ = opened(run)
-    requests = Requests(read_requests(recipe.prompts), run.seed)
+    requests = Requests(read_requests(recipe.prompts), run.seed, run.dressing)
     loop = PolicyGradientLoop(recipe, learner, rewards, requests, run.seed)
     for _ in loop.run([0]):
         pass

@@ -32,7 +32,7 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
     TP-GRPO's released code does. one_by_one: one state of one sample after another.
     """
     recipe, learner, rewards, _ = opened(run)
-    costs, setting = rewards.costs, _Setting(recipe, run.seed, learner, rewards)
+    costs, setting = rewards.costs, _Setting(run, recipe, learner, rewards)
     setting.together()  # warm up
     ways: dict[str, Callable[[], object]] = {
         "rollout": setting.rollout,
@@ -60,10 +60,10 @@ def measure_values(run: Run, repeats: int) -> dict[str, float]:
 class _Setting:
     """Draws one step's prompts and noise again and again."""
 
-    def __init__(self, recipe: CreditedRollouts, seed: int, learner: Learner, rewards: Rewards):
-        self.seed, self.learner, self.rewards = seed, learner, rewards
+    def __init__(self, run: Run, recipe: CreditedRollouts, learner: Learner, rewards: Rewards):
+        self.seed, self.learner, self.rewards = run.seed, learner, rewards
         self.cfg, self.policy = recipe.sampling, learner.policy
-        requests = Requests(read_requests(recipe.prompts), seed)
+        requests = Requests(read_requests(recipe.prompts), run.seed, run.dressing)
         self.asked = requests.batch(0, recipe.prompts_per_step)
         self.kept = self.rollout()
 

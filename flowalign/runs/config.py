@@ -20,7 +20,7 @@ from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.types import Accelerated, Policy, RewardModel, Speed
+from flowalign.types import Accelerated, Dressing, Policy, RewardModel, Speed
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
@@ -65,6 +65,9 @@ class Run:
     reward_weights: dict[str, FiniteFloat | None] = field(default_factory=dict)
     """Weight per reward dimension; unnamed dimensions are only logged, as are those with null,
     which takes back a weight that an earlier file gives."""
+    dressing: Dressing | None = None
+    """Words that the policy is asked with beside prompts, at training and at sampling, a class of
+    `flowalign.dressing`; rewards see the prompts. Null: none."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """AdamW and its learning rate."""
     ema: Ema | None = field(default_factory=Ema)
@@ -98,6 +101,7 @@ class Run:
         if self.evaluation:
             self.evaluation.items()
         self._check_speed()
+        self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
         self._check_prompts(rewards)
@@ -127,6 +131,14 @@ class Run:
                 "flowalign.types.Accelerated policy; leave it out"
             )
         self.policy.check_speed(self.speed)
+
+    def _check_guidance(self) -> None:
+        guided = self.evaluation and self.evaluation.reward_guidance
+        if guided and self.dressing and self.dressing.guidance:
+            raise ValueError(
+                "evaluation.reward_guidance and dressing.guidance both guide the sampler: set one "
+                "of them to null"
+            )
 
     def build_rewards(self, costs: Costs | None = None) -> Rewards:
         """Return the reward models with their weights.
@@ -163,6 +175,7 @@ class Run:
             evaluates=self.evaluation is not None,
             evaluate_every=self.evaluation.every if self.evaluation else 0,
             has_ema=self.ema is not None,
+            dressing=self.dressing,
         )
 
 

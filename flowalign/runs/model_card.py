@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from flowalign.runs.config import Run
-from flowalign.types import ExportTarget
+from flowalign.types import ExportTarget, shown
 
 _TASKS = {
     (False, "none"): "text-to-image",
@@ -49,6 +49,7 @@ def model_card(
         f"# {base or 'A model'} aligned by flowalign",
         "![samples of held-out prompts](samples.png)" if has_grid else "",
         _use(target, base),
+        _words(run),
         _training(settings, summary),
         _measured(summary),
         "`flowalign.yaml` holds all settings; training started from it repeats the run.",
@@ -63,6 +64,14 @@ def _use(target: ExportTarget, base: str) -> str:
     code = "\n".join(lines).format(base=base)
     told = "`PATH` is this repository or a folder with its files."
     return f"## Use\n\n{told}\n\n```python\n{code}\n```"
+
+
+def _words(run: Run) -> str:
+    """Say what stands beside a prompt that the weights are asked with."""
+    if not (asked := shown(run.dressing)):
+        return ""
+    told = "The weights were trained with words beside the prompt. For PROMPT, ask with"
+    return f"## Words\n\n{told}\n\n    {asked}"
 
 
 def _training(settings: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

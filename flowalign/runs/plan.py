@@ -2,6 +2,7 @@
 
 from flowalign.runs import memory
 from flowalign.runs.config import Run
+from flowalign.types import shown
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
@@ -19,7 +20,9 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         memory.update(run, model, step.evaluations_per_example),
     ]
     updates = run.recipe.updates
+    asked = shown(run.dressing)
     return {
+        **({"sampling asks": asked} if asked else {}),
         **step.rows,
         "updates per step": f"{updates}, {run.num_steps * updates} in the whole run",
         "denoiser parameters": f"{model.parameters:,}",

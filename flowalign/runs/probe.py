@@ -118,7 +118,7 @@ def probe(
     """
     recipe, learner = credited_rollouts(run.recipe), here.learner
     scale = adam_scale(moments, learner) if moments else None
-    requests = Requests(read_requests(recipe.prompts), run.seed)
+    requests = Requests(read_requests(recipe.prompts), run.seed, run.dressing)
     loop = PolicyGradientLoop(recipe, learner, here.rewards, requests, run.seed)
     sums = GradientSums(run, learner, batches, scale)
     before, start = replace(here.costs), time.perf_counter()

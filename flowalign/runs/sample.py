@@ -82,7 +82,8 @@ class Job:
         policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
         if not self.distillation:
             guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
-            return self.decoded(generate(policy, requests, steps, generators, size, guidance))
+            given = requests, steps, generators, size, guidance, self.run.dressing
+            return self.decoded(generate(policy, *given))
         score = self.distillation.score(self.decoded, self.fps)
         cfg = self.distillation.cfg
         return self.decoded(optimise(policy, score, requests, cfg, steps, generators, size))

@@ -18,6 +18,7 @@ from flowalign.runs.session import Session
 from flowalign.training import checkpoint
 from flowalign.training.evaluate import Evaluated, evaluate, save_grid
 from flowalign.training.learner import TrainingFailure
+from flowalign.types import shown
 from flowalign.utils.console import Progress
 from flowalign.utils.costs import Costs
 from flowalign.utils.files import write_text
@@ -118,7 +119,9 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     costs, start = _costs_so_far(session), time.perf_counter()
     ema = session.learner.ema
     with session.costs.paused(), ema.applied() if ema else nullcontext():
-        result: Evaluated = evaluate(session.run.policy, session.rewards, cfg, session.processes)
+        result: Evaluated = evaluate(
+            session.run.policy, session.rewards, cfg, session.processes, session.run.dressing
+        )
         metrics = result.metrics | session.loop.evaluate()
     if tracker:
         save_grid(session.folder, done, result)
@@ -186,6 +189,7 @@ def _summary(
         "steps": done,
         "network_evaluations": spent.network_evaluations,
         **asdict(spent),
+        **({"sampling_asks": asked} if (asked := shown(session.run.dressing)) else {}),
         "seed": session.run.seed,
         "processes": session.processes.world,
     }

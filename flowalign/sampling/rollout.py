@@ -1,7 +1,8 @@
 """Sample trajectories and clean latents: the only denoising loop in the code base."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -22,8 +23,18 @@ from flowalign.sampling.features import Observed
 from flowalign.sampling.frame_windows import frame_windows, shared_outside
 from flowalign.sampling.guidance import GuidedStep, RewardGuidance, pushes
 from flowalign.sampling.kept import Kept
+from flowalign.sampling.prompt_guidance import PromptGuided
 from flowalign.sampling.settings import Sampling
-from flowalign.types import Cond, Policy, Request, SharedRows, Trajectory
+from flowalign.types import (
+    Cond,
+    Dressing,
+    Policy,
+    Request,
+    SharedRows,
+    Trajectory,
+    VelocityField,
+    conditioning,
+)
 
 Key = TypeVar("Key")
 
@@ -150,17 +161,19 @@ def generate(
     generators: Sequence[torch.Generator],
     micro_batch: int,
     guidance: RewardGuidance | None = None,
+    dressing: Dressing | None = None,
 ) -> Float[Tensor, "n *latent"]:
     """Sample one clean latent per request, as the model's own pipeline does: deterministically.
 
-    `guidance` pushes the steps up the gradient of a reward.
+    `guidance` pushes the steps up the gradient of a reward; `dressing` asks for requests as users
+    are to ask for them.
     """
     x = torch.cat([policy.noise(1, generator) for generator in generators])
-    cond, row = encode_once(policy, requests)
+    field, cond, row = _asked(policy, requests, dressing)
     row = row.to(x.device)
     sigmas = policy.schedule(num_steps)
     for k in range(num_steps):
-        v = velocity(policy, x, sigmas[k], cond, row, micro_batch)
+        v = velocity(field, x, sigmas[k], cond, row, micro_batch)
         following = x + (sigmas[k + 1] - sigmas[k]) * v
         if guidance and guidance.active(sigmas, k):
             step = GuidedStep(sigmas, k, FlowSDE(), x.new_zeros(len(x)))
@@ -169,12 +182,32 @@ def generate(
     return x
 
 
+def _asked(
+    policy: Policy, requests: Sequence[Request], dressing: Dressing | None
+) -> tuple[VelocityField, Cond, Int[Tensor, "n"]]:
+    """Return what is sampled with, its conditioning, and the row of each request."""
+    if dressing is None:
+        return policy, *encode_once(policy, requests)
+    dressed = [dressing.at_sampling(request) for request in requests]
+    if dressing.guidance is None:
+        return policy, *encode_once(policy, dressed)
+    guided = PromptGuided(policy, dressing.guidance)
+    return guided, *_encode_rows(guided.encode, dressed)
+
+
 def encode_once(policy: Policy, requests: Sequence[Request]) -> tuple[Cond, Int[Tensor, "n"]]:
     """Return the conditioning of different requests, and the row of each of the given ones."""
+    return _encode_rows(partial(conditioning, policy), requests)
+
+
+def _encode_rows(
+    encode: Callable[[Sequence[Request]], Cond], requests: Sequence[Request]
+) -> tuple[Cond, Int[Tensor, "n"]]:
+    """Encode different requests once, like `encode_once`, by a function."""
     given = {request.given: request for request in requests}
     unique = sorted(given.values(), key=lambda request: (request.prompt, request.given))
     place = {request.given: i for i, request in enumerate(unique)}
-    return policy.encode(unique), torch.tensor([place[request.given] for request in requests])
+    return encode(unique), torch.tensor([place[request.given] for request in requests])
 
 
 def _scheduled(
@@ -191,7 +224,7 @@ def _scheduled(
         sigmas = merged_schedule(cfg.kernel, sigmas, k, eta, cfg.merge)
     if cfg.tail_ratio is not None:
         sigmas = thinned_schedule(sigmas, cfg.tail(steps))
-    return replace(trajectory, sigmas=sigmas, cond=policy.encode(requests))
+    return replace(trajectory, sigmas=sigmas, cond=conditioning(policy, requests))
 
 
 class _ODE:

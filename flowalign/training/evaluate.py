@@ -21,7 +21,7 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.rollout import generate
 from flowalign.training.sample_bounds import SampleBounds
-from flowalign.types import Policy, Request, prompts_of
+from flowalign.types import Dressing, Policy, Request, prompts_of
 from flowalign.utils.files import write_text
 from flowalign.utils.ranges import DenoisingSteps, NonNegativeInt, PositiveInt, Seed, require_ranges
 from flowalign.utils.seeds import generator
@@ -120,7 +120,13 @@ class Evaluated:
     """Scores of all samples; None where nothing scored them."""
 
 
-def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Processes) -> Evaluated:
+def evaluate(
+    policy: Policy,
+    rewards: Rewards,
+    cfg: Evaluation,
+    processes: Processes,
+    dressing: Dressing | None = None,
+) -> Evaluated:
     """Sample, decode and score the held-out prompts of this process, and gather the results.
 
     The metrics are the mean of each dimension, per split and in all, the diversity of samples of
@@ -129,14 +135,9 @@ def evaluate(policy: Policy, rewards: Rewards, cfg: Evaluation, processes: Proce
     items = cfg.items()
     local = list(processes.share(range(len(items))))
     requests = [items[i][1] for i in local]
-    latents = generate(
-        policy,
-        requests,
-        cfg.num_steps,
-        [generator(cfg.seed, "evaluation", i) for i in local],
-        cfg.micro_batch,
-        cfg.reward_guidance,
-    )
+    seeds = [generator(cfg.seed, "evaluation", i) for i in local]
+    given = requests, cfg.num_steps, seeds, cfg.micro_batch, cfg.reward_guidance, dressing
+    latents = generate(policy, *given)
     order = {request: n for n, (_, request) in enumerate(items)}
     scoring, shown = rewards.scoring(), _spread_over_splits(items, cfg.grid)
     kept: dict[int, Float[Tensor, "F 3 H W"]] = {}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
-from flowalign.types import ModelPlan, Policy
+from flowalign.types import Dressing, ModelPlan, Policy
 
 Log = Callable[[str], None]
 """Shows a person one message."""
@@ -36,6 +36,14 @@ class RunContext:
     """Steps between evaluations; 0 evaluates before the first step and after the last only."""
     has_ema: bool = False
     """Whether the run keeps averaged weights."""
+    dressing: Dressing | None = None
+    """Words that the policy is asked with. None: it is asked by prompts alone."""
+
+    def check_dressing(self) -> None:
+        """Raise ValueError for words of dimensions that no reward of the run gives."""
+        if self.dressing:
+            weights = zip(self.rewards.dims, self.rewards.weights.tolist(), strict=True)
+            self.dressing.check(self.policy, dict(weights))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import copy
 import torch
 from torch import Tensor
 
+from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
 from flowalign.types import Cond, Policy, Request, VelocityField
 from flowalign.utils.adapters import adapters_of, adapters_off
@@ -139,9 +140,7 @@ def _without_guidance(policy: Policy) -> Policy:
             "completion.guidance is off, but the policy samples without classifier-free guidance; "
             "leave it at same"
         )
-    plain = copy.copy(policy)
-    plain.guidance, plain.evaluations_per_velocity = 1.0, 1
-    return plain
+    return without_guidance(policy)
 
 
 def reference_for(policy: Policy) -> VelocityField:

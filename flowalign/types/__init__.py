@@ -14,6 +14,15 @@ and `sigma` always a time.
 
 from flowalign.types.connection import Connected, Connection, Replay
 from flowalign.types.credit import CreditEstimator, PastOutcomes, StepCredit, ValueFunction
+from flowalign.types.dressing import (
+    Dressing,
+    PromptGuidance,
+    check_form,
+    check_words,
+    conditioning,
+    shown,
+    with_words,
+)
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
@@ -38,7 +47,7 @@ from flowalign.types.policy import (
     Takes,
     VelocityField,
 )
-from flowalign.types.request import Reference, Request, plain_requests, prompts_of
+from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Backbone,
     Column,
@@ -88,6 +97,8 @@ __all__ = [
     "CreditEstimator",
     "Residuals",
     "Examples",
+    "Dress",
+    "Dressing",
     "Head",
     "HeadNetwork",
     "Label",
@@ -107,6 +118,7 @@ __all__ = [
     "Personal",
     "Policy",
     "PolicyLoss",
+    "PromptGuidance",
     "Reference",
     "Renders",
     "Replay",
@@ -124,6 +136,11 @@ __all__ = [
     "Transitions",
     "ValueFunction",
     "VelocityField",
+    "check_form",
+    "check_words",
+    "conditioning",
     "plain_requests",
     "prompts_of",
+    "shown",
+    "with_words",
 ]

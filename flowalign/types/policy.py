@@ -200,6 +200,10 @@ class Personal(ABC):
     def with_users(self, cond: Cond, users: Sequence[str]) -> Cond:
         """Return the conditioning of these users, one per row; "" is an unknown user."""
 
+    @abstractmethod
+    def check_user(self, user: str) -> None:
+        """Raise ValueError for a user whom the policy cannot tell from others; needs no weights."""
+
 
 class Renders(ABC):
     """Marks a `Policy` that decodes with a gradient to the latents, for rewards that have one."""

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,18 @@ class Reference:
     """Return the pixels as RGB in [0, 1]; a picture has one frame."""
 
 
+@dataclass(frozen=True)
+class Dress:
+    """Says how a policy is asked for a request, where that is not by its prompt alone."""
+
+    prompt: str
+    """Prompt that the policy is given: that of the request, with words beside it."""
+    user: str = ""
+    """Identifier of the person that a personalised policy is asked for; empty: nobody."""
+    dims: tuple[str, ...] = ()
+    """Reward dimensions that count for samples of the request so asked; empty: all."""
+
+
 @dataclass(frozen=True, eq=False)
 class Request:
     """Holds a prompt, and what an editing or image-to-video model is given with it."""
@@ -35,12 +47,29 @@ class Request:
     """Picture that is white where the first reference is to be painted anew."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row, for rewards that read them."""
+    dress: Dress | None = None
+    """How the policy is asked, see `Dressing`; None: by the prompt. Rewards see the prompt."""
+
+    @property
+    def asked(self) -> str:
+        """Return the prompt that the policy is given."""
+        return self.prompt if self.dress is None else self.dress.prompt
+
+    @property
+    def plain(self) -> "Request":
+        """Return what the policy is given as a request of its own, whose prompt has the words."""
+        return self if self.dress is None else replace(self, prompt=self.asked, dress=None)
+
+    @property
+    def user(self) -> str:
+        """Return the identifier of the person that a personalised policy is asked for, or ""."""
+        return "" if self.dress is None else self.dress.user
 
     @cached_property
     def key(self) -> str:
         """Return 16 hexadecimal digits that equal requests share, whatever their files are called.
 
-        Groups, seeds, caches, held-out splits and pairs go by it.
+        Groups, seeds, held-out splits and pairs go by it, however the policy is asked.
         """
         mask = self.mask.digest if self.mask else ""
         content = self.prompt, [one.digest for one in self.references], mask, dict(self.metadata)
@@ -53,10 +82,11 @@ class Request:
 
         That of a prompt alone is the prompt's, by which caches of conditioning go from the first.
         """
-        if not self.references and self.mask is None:
-            return hashlib.sha256(self.prompt.encode()).digest()
+        if not self.references and self.mask is None and not self.user:
+            return hashlib.sha256(self.asked.encode()).digest()
         mask = self.mask.digest if self.mask else ""
-        content = self.prompt, [one.digest for one in self.references], mask
+        content = self.asked, [one.digest for one in self.references], mask
+        content = (*content, self.user) if self.user else content
         return hashlib.sha256(json.dumps(content).encode()).digest()
 
     def __eq__(self, other: object) -> bool:

@@ -33,6 +33,10 @@ class Column:
         return f"its metadata has {found}; there are {', '.join(self.values)}"
 
 
+_NOT_HASHED = ("columns", "maps")
+"""Fields of a declaration that change no score."""
+
+
 @dataclass(frozen=True)
 class RewardSpec:
     """Declares what a reward model scores and needs."""
@@ -58,13 +62,16 @@ class RewardSpec:
     fingerprint."""
     columns: tuple[Column, ...] = ()
     """Columns that the metadata of every sample must have; how they are used is in `version`."""
+    maps: bool = False
+    """Whether the model returns a map of each sample, too."""
 
     def fingerprint(self) -> str:
-        """Return a hash of all fields but `columns`.
+        """Return a hash of all fields but `columns` and `maps`.
 
         Scores with different fingerprints are not comparable.
         """
-        fields = {name: value for name, value in asdict(self).items() if name != "columns"}
+        known = asdict(self).items()
+        fields = {name: value for name, value in known if name not in _NOT_HASHED}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
     def lacks(self, request: Request) -> str:
@@ -129,6 +136,9 @@ class RewardOutput:
     """Standard deviation of each score; None where the model gives none."""
     extras: Sequence[Mapping[str, Any]] = ()
     """Further outputs of the model about each sample, such as a judge's text, or empty."""
+    maps: Mapping[str, Float[Tensor, "n *place"]] = field(default_factory=dict)
+    """Worth of every place of each sample, at least 0, by the name of the model: [h, w] of
+    pictures, [F, h, w] of clips, at any resolution; NaN for a sample that has none."""
 
     @staticmethod
     def build(
@@ -137,6 +147,7 @@ class RewardOutput:
         failed: Mapping[int, str] | None = None,
         uncertainty: Tensor | None = None,
         extras: Sequence[Mapping[str, Any]] = (),
+        places: Float[Tensor, "n *place"] | None = None,
     ) -> "RewardOutput":
         """Mark failed samples, and any non-finite value that a model returned, as invalid."""
         failed = dict(failed or {})
@@ -154,7 +165,8 @@ class RewardOutput:
         if uncertainty is not None:
             uncertainty = uncertainty.float().cpu().masked_fill(~valid, torch.nan)
         values = values.masked_fill(~valid, torch.nan)
-        return RewardOutput(values, valid, failed, uncertainty, extras)
+        maps = {} if places is None else {spec.name: places.float().cpu()}
+        return RewardOutput(values, valid, failed, uncertainty, extras, maps)
 
     @staticmethod
     def concat(outputs: Sequence["RewardOutput"]) -> "RewardOutput":
@@ -167,6 +179,7 @@ class RewardOutput:
             torch.cat([output.values for output in outputs]),
             torch.cat([output.valid for output in outputs]),
             reasons,
+            maps=_joined_maps(outputs),
         )
 
     def slice(self, start: int, stop: int) -> "RewardOutput":
@@ -179,7 +192,19 @@ class RewardOutput:
             reasons,
             None if std is None else std[start:stop],
             self.extras[start:stop],
+            {name: places[start:stop] for name, places in self.maps.items()},
         )
+
+
+def _joined_maps(outputs: Sequence[RewardOutput]) -> dict[str, Tensor]:
+    """Concatenate the maps of outputs; samples of one without maps, which failed, have NaN."""
+    known = {name: places for output in outputs for name, places in output.maps.items()}
+
+    def of(output: RewardOutput, name: str, like: Tensor) -> Tensor:
+        missing = like.new_full((len(output.values), *like.shape[1:]), torch.nan)
+        return output.maps.get(name, missing)
+
+    return {name: torch.cat([of(o, name, like) for o in outputs]) for name, like in known.items()}
 
 
 class RewardModel(ABC):

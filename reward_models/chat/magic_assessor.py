@@ -1,4 +1,7 @@
-"""Implements MagicAssessor: whether an image has physical artefacts, and of which kind."""
+"""Implements MagicAssessor: whether an image has physical artefacts, and of which kind.
+
+Source: MagicMirror, arXiv:2509.10260; labels and the form of answers are those of its code.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +15,26 @@ from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_pos
 from reward_models.chat.parsers import Unparsable, boxed, json_object
 from reward_models.chat.template import describe, read_template
 
+KINDS = {
+    "interaction": "L2: Irrational Element Interaction",
+    "human_anatomy": "L2: Abnormal Human Anatomy",
+    "animal_anatomy": "L2: Abnormal Animal Anatomy",
+    "object_morphology": "L2: Abnormal Object Morphology",
+    "attributes": "L2: Irrational Element Attributes",
+    "other": "L2: Other Irrationalities",
+}
+"""Published label of each kind of artefact."""
+REFINED = {
+    "interaction": ("Light and Shadow Effect", "Element Overlap", "Spatial Position"),
+    "human_anatomy": (
+        *("Limb Structure Deformity", "Trunk Structure Deformity", "Hand Structure Deformity"),
+        *("Foot Structure Deformity", "Facial Structure Deformity", "Human Anatomy"),
+        "and Uncoordinated Posture",
+    ),
+    "animal_anatomy": ("Limb Structure", "Posture Presentation", "Head Structure"),
+    "attributes": ("Material Texture", "Detail Drawing", "Element Proportion", "Color Combination"),
+}
+"""Published refinements of a kind, without "L3: " and, where it stands, "Abnormal "."""
 _SAMPLING = Sampling(max_tokens=2048)
 _YES, _NO = ("true", "yes", "1"), ("false", "no", "0")
 
@@ -22,29 +45,49 @@ class Assessment:
 
     normal: bool
     artefacts: tuple[str, ...]
-    """Labels such as `L2: Abnormal Human Anatomy`."""
+    """Labels such as `L2: Abnormal Human Anatomy`, and refinements of them."""
 
 
 def read_assessment(text: str) -> Assessment:
-    r"""Parse the verdict in the last \boxed{...}; labels of a normal image contradict it."""
+    r"""Parse the verdict in the last \boxed{...}; labels of a normal image contradict it.
+
+    A kind of artefact is true, or a list of its refinements.
+    """
     found = json_object(boxed(text))
     if "Whether Normal" not in found:
         raise Unparsable("no 'Whether Normal' in the box")
     normal = _truth(found["Whether Normal"])
-    kinds = found.get("Type of Deformity", {})
+    kinds = found.get("Type of Deformity", found.get("Type of Abnormality", {}))
     if not isinstance(kinds, dict):
         raise Unparsable(f"'Type of Deformity' is {str(kinds)[:60]!r}, not an object")
-    artefacts = tuple(str(label) for label, is_there in kinds.items() if _truth(is_there))
+    artefacts = tuple(label for kind, said in kinds.items() for label in _labels(kind, said))
     if normal and artefacts:
         raise Unparsable(f"normal, but with {', '.join(artefacts)}")
     return Assessment(normal, artefacts)
 
 
-class MagicAssessor(ChatJudge):
-    """Scores 1 where the image is free of artefacts, else 0; with passes, the share that say so.
+def kind_of(label: str) -> str:
+    """Return the kind of artefact that a label, or a refinement, names.
 
-    The image's shortest side is made `side` pixels. The prompt is a reconstruction that asks for
-    the published answer format and labels; give the published text as `template`.
+    Raises:
+        Unparsable: It is none of the published labels.
+    """
+    for kind, published in KINDS.items():
+        if label == published:
+            return kind
+        if label.removeprefix("L3: ").removeprefix("Abnormal ") in REFINED.get(kind, ()):
+            return kind
+    raise Unparsable(f"{label[:60]!r} is no label of an artefact")
+
+
+class MagicAssessor(ChatJudge):
+    """Scores 1 where the image is free of artefacts, of any or of one kind, else 0.
+
+    With several passes a score is the share of them that say so. The image's shortest side is made
+    `side` pixels. The prompt is a reconstruction that asks for the published answer format and
+    labels; give the published text as `template`, with `{prompt}` where the image's prompt stands.
+
+    Source: MagicMirror, arXiv:2509.10260; its code.
     """
 
     def __init__(
@@ -55,11 +98,11 @@ class MagicAssessor(ChatJudge):
         sampling: Sampling = _SAMPLING,
     ):
         check_positive(side=side)
-        self.side, self.template = side, read_template(template, ("media",))
+        self.side, self.template = side, read_template(template, ("media",), ("prompt",))
         ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
             name="magic_assessor",
-            dims=("normal",),
+            dims=("normal", *KINDS),
             modality="image",
             scale=(0.0, 1.0),
             licence="unknown (the repository has no licence file)",
@@ -70,11 +113,20 @@ class MagicAssessor(ChatJudge):
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with the image."""
         shown = with_shortest_side(sample.media[0].detach(), self.side)
-        return [self.template.render(media=data_urls(shown))]
+        return [self.template.render(media=data_urls(shown), prompt=sample.prompts[0])]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
-        """Return 1 for normal, 0 otherwise."""
-        return [float(read_assessment(answers[0].text).normal)]
+        """Return 1 for normal and for each kind that was not found, 0 otherwise."""
+        found = read_assessment(answers[0].text)
+        there = {kind_of(label) for label in found.artefacts}
+        return [float(found.normal), *(float(kind not in there) for kind in KINDS)]
+
+
+def _labels(kind: str, said: Any) -> list[str]:
+    """Return a label and its refinements, if the answer has it."""
+    if isinstance(said, list):
+        return [kind, *map(str, said)] if said else []
+    return [kind] if _truth(said) else []
 
 
 def _truth(value: Any) -> bool:

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 from flowalign.functional.matching import sample_error
 from flowalign.losses.matching.dense_dpo import DenseDPO
 from flowalign.losses.matching.dpo import DPO, AutoBeta
+from flowalign.losses.matching.focus_dpo import FocusDPO
 from flowalign.losses.matching.gradient_balance import GradientBalance
 from flowalign.losses.matching.kto import KTO
 from flowalign.losses.matching.linear_dpo import LinearDPO
@@ -460,3 +461,46 @@ def test_balance_lets_the_push_of_the_loser_be_no_longer_than_the_pull(inner):
 def test_settings_and_data_that_do_not_fit_are_refused_with_the_value(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# FocusDPO -----------------------------------------------------------------------------------------
+
+
+def focused(loss, sigma, mask):
+    """Two pairs of latents of two channels and three places, with residuals without symmetry."""
+    generator = torch.Generator().manual_seed(7)
+    policy, reference = torch.randn(2, 4, 2, 1, 3, generator=generator)
+    residuals = Residuals(policy.requires_grad_(), reference, sigma=sigma)
+    value, _ = loss.loss(residuals, examples(policy.detach(), mask=mask))
+    return value, policy, reference, torch.autograd.grad(value, policy)[0]
+
+
+MASK = tensor([[1.0, 0.0, 0.5], [0.0, 1.0, 0.0], [0.2, 0.0, 0.0], [0.0, 0.0, 1.0]]).view(4, 1, 1, 3)
+
+
+def test_focus_by_hand_near_the_data():
+    """At sigma 0 the weights are floor + (1 - floor) mask, divided by their sum in each row."""
+    value, policy, reference, _ = focused(FocusDPO(beta=3.0, floor=0.4), torch.zeros(4), MASK)
+    weights = 0.4 + 0.6 * MASK
+    weights = weights / (2 * weights.sum((1, 2, 3), keepdim=True))
+    gaps = (weights * (policy.square() - reference.square())).sum((1, 2, 3))
+    margin = -1.5 * (gaps[:2] - gaps[2:])
+    assert_close(value, torch.nn.functional.softplus(-margin).mean())
+
+
+def test_focus_widens_with_noise_and_a_floor_of_one_is_plain_dpo():
+    near = focused(FocusDPO(beta=3.0, window=3), torch.zeros(4), MASK)[3].abs()
+    far = focused(FocusDPO(beta=3.0, window=3), torch.ones(4), MASK)[3].abs()
+    ratio = (far / near)[:, 0, 0]  # of the weights, but for one factor of each row
+    assert ratio[1, 0] / ratio[1, 1] > 1.5  # the subject is in the middle: its neighbours gain
+    value, policy, reference, _ = focused(FocusDPO(beta=3.0, floor=1.0), torch.ones(4), MASK)
+    residuals = Residuals(policy, reference)
+    plain, _ = DPO(beta=3.0).loss(residuals, examples(policy.detach()))
+    assert_close(value, plain)
+
+
+def test_focus_without_masks_or_a_centre_is_refused():
+    with pytest.raises(ValueError, match="these have none"):
+        focused(FocusDPO(), torch.ones(4), None)
+    with pytest.raises(ValueError, match="window is 4"):
+        FocusDPO(window=4)

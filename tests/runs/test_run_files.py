@@ -92,6 +92,11 @@ NEW = [
         ["configs/preference/sdxl_dpo.yaml", f"configs/methods/{name}.yaml"]
         for name in ("cpo_expert", "cpo")
     ),
+    ["configs/shapes_levels.yaml"],
+    ["configs/shapes_parrot.yaml"],
+    ["configs/models/sd15.yaml", "configs/methods/parrot.yaml"],
+    ["configs/models/flux1_kontext.yaml", "configs/methods/focus_dpo.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/magic_mirror.yaml"],
     ["configs/shapes_edit.yaml"],
     ["configs/shapes_edit_tempflow.yaml"],
     ["configs/credit/shapes/cogni_edit.yaml"],
@@ -134,6 +139,7 @@ PUBLISHED = {
 }
 """What differs on Stable Diffusion 3.5 and FLUX.1, by method; TWO for all others."""
 ELSEWHERE = {
+    "configs/preference/sd15_ppd.yaml": {"dressing.class_path": "flowalign.dressing.Users"},
     "configs/credit/sd35_medium/dense_grpo.yaml": {"prompts_per_step": 48},
     "configs/credit/sd35_medium/dense_grpo_calibrated.yaml": {"prompts_per_step": 48},
     # on the embedded model, but for the runs of the study of credit

@@ -39,6 +39,17 @@ class Job:
     """Division into stages: `score` by equal ranges of gaps, `rank` into equally many pairs."""
     mixed_shapes: bool = False
     """Whether media of different sizes or numbers of frames may be a pair."""
+    mask: str | None = None
+    """Name of the reward whose maps are the masks of pairs, or weigh the places of single media;
+    null: none."""
+
+    def __post_init__(self) -> None:
+        """Reject maps that no medium has."""
+        known = sorted({name for medium in self.table.media for name in medium.maps})
+        if self.mask is not None and self.mask not in known:
+            raise ValueError(
+                f"--mask {self.mask!r}: the table has maps of {', '.join(known) or 'no reward'}"
+            )
 
     @cached_property
     def total(self) -> Float[Tensor, "n"]:
@@ -159,6 +170,7 @@ def line(job: Job, choice: Choice) -> dict[str, Any]:
         "scores_chosen": scores(job, choice.winner),
         "scores_rejected": scores(job, choice.loser),
         **_given(winner),
+        **_masks(job.mask, mask=winner, mask_rejected=loser),
     }
     return row | {"stage": choice.stage} if job.stages else row
 
@@ -176,6 +188,7 @@ def labelled(job: Job, choices: Sequence[Choice]) -> list[dict[str, Any]]:
             "label": row in won,
             "scores": scores(job, row),
             **_given(job.table.media[row]),
+            **_masks(job.mask, weight_map=job.table.media[row]),
         }
         for row in sorted(won ^ lost)
     ]
@@ -185,6 +198,13 @@ def _given(medium: Medium) -> dict[str, Any]:
     """Return the columns of what came with the prompt."""
     found: dict[str, Any] = {"references": list(medium.references)} if medium.references else {}
     return found | ({REQUEST_MASK: medium.mask} if medium.mask else {})
+
+
+def _masks(reward: str | None, **media: Medium) -> dict[str, Any]:
+    """Return the columns of the maps of media, of those that have one."""
+    if reward is None:
+        return {}
+    return {name: medium.maps[reward] for name, medium in media.items() if reward in medium.maps}
 
 
 def scores(job: Job, row: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from flowalign.data.readers.files import FORMATS
 from flowalign.data.readers.rows import Row
 
 _NEEDED = ("record", "medium", "prompt", "path")
+_MAP = "map/"
 _TABLES = ("scores.parquet", "scores.jsonl")
 
 
@@ -36,6 +38,8 @@ class Medium(NamedTuple):
     """Absolute paths of its references; empty for one that the dataset itself holds."""
     mask: str | None = None
     """Absolute path of its request's mask; empty for one that the dataset itself holds."""
+    maps: Mapping[str, str] = MappingProxyType({})
+    """Paths of the maps that rewards gave it, by the name of the reward."""
 
     @property
     def name(self) -> str:
@@ -137,6 +141,11 @@ def _medium(fields: Mapping[str, Any], root: str) -> Medium:
         str(fields.get("reason") or ""),
         tuple(_absolute(reference, root) for reference in fields.get("references") or ()),
         None if (mask := fields.get(REQUEST_MASK)) is None else _absolute(mask, root),
+        {
+            name.removeprefix(_MAP): str(path)
+            for name, path in fields.items()
+            if name.startswith(_MAP) and path
+        },
     )
 
 

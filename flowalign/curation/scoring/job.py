@@ -222,7 +222,7 @@ class _Block:
         self._futures.append(self._scorer.submit(self._score, items, assemble(items)))
 
     def _score(self, items, batch) -> list[dict[str, Column]]:
-        start, rows = time.perf_counter(), score(self._job.models, items, batch)
+        start, rows = time.perf_counter(), score(self._job.models, items, batch, self._job.folder)
         self._speed.in_model += time.perf_counter() - start
         self._speed.rows += len(rows)
         return rows

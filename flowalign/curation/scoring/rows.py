@@ -3,18 +3,25 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from jaxtyping import Float
+from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.curation.scoring.table import REFERENCES
 from flowalign.data.readers.fields import REQUEST_MASK
 from flowalign.data.records import Record
+from flowalign.functional.maps import on_grid
 from flowalign.media.decode import Clip, MediaProblem, decode
 from flowalign.media.media import Media
 from flowalign.rewards.checked import RewardError
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
+from flowalign.utils.files import atomic_write
+
+_MAP_SIDE = 64
+"""Most places along a side of a map that is written; losses read it on the grid of latents."""
 
 Column = str | int | float | bool | list[str | None] | None
 
@@ -73,9 +80,12 @@ def assemble(items: Sequence[Item]) -> MediaBatch:
 
 
 def score(
-    models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch
+    models: Sequence[RewardModel], items: Sequence[Item], batch: MediaBatch, folder: Path
 ) -> list[dict[str, Column]]:
-    """Score items by checked models; returns a row for each, with the columns of all models."""
+    """Score items by checked models; returns a row for each, with the columns of all models.
+
+    Maps are files in the folder `maps`, whose absolute paths are columns.
+    """
     rows: list[dict[str, Column]] = [{} for _ in items]
     reasons: list[list[str]] = [[] for _ in items]
     for model in models:
@@ -86,9 +96,14 @@ def score(
             reasons[i].append(unsuited[i])
         if not suited:
             continue
-        for i, (columns, why) in zip(suited, _scored(model, batch.take(suited)), strict=True):
+        for i, (columns, why, place) in zip(
+            suited, _scored(model, batch.take(suited)), strict=True
+        ):
             rows[i] |= columns
             reasons[i] += [why] if why else []
+            if place is not None:
+                file = f"{items[i].index:09d}-{items[i].medium:02d}.safetensors"
+                rows[i] |= written_map(place, folder / "maps" / model.spec.name / file)
     return [
         _row(item, "; ".join(why), columns, models)
         for item, why, columns in zip(items, reasons, rows, strict=True)
@@ -125,8 +140,21 @@ def _unsuited(spec: RewardSpec, items: Sequence[Item]) -> dict[int, str]:
     return reasons
 
 
-def _scored(model: RewardModel, batch: MediaBatch) -> list[tuple[dict[str, Column], str]]:
-    """Return columns and reason of every sample; one that the model refuses fails alone."""
+def written_map(place: Float[Tensor, "*place"], file: Path) -> dict[str, Column]:
+    """Write a map, unless it is unknown, reduced to at most `_MAP_SIDE`; returns its column."""
+    if not place.isfinite().all() or not place.any():
+        return {}
+    grid = (*place.shape[:-2], *(min(side, _MAP_SIDE) for side in place.shape[-2:]))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(file) as partial:
+        save_file({"map": on_grid(place[None], grid)[0, 0].contiguous()}, partial)
+    return {f"map/{file.parent.name}": str(file.absolute())}
+
+
+def _scored(
+    model: RewardModel, batch: MediaBatch
+) -> list[tuple[dict[str, Column], str, Tensor | None]]:
+    """Return columns, reason and map of every sample; one that the model refuses fails alone."""
     try:
         output = model.score(batch)
     except RewardError as error:
@@ -136,9 +164,17 @@ def _scored(model: RewardModel, batch: MediaBatch) -> list[tuple[dict[str, Colum
         if len(batch) == 1 or "groups" in model.spec.needs:
             first_line = (str(refusal).splitlines() or [""])[0]
             why = f"{model.spec.name} refused: {first_line}"
-            return [(_no_scores(model.spec), why)] * len(batch)
+            return [(_no_scores(model.spec), why, None)] * len(batch)
         return [one for part in batch.chunks(1) for one in _scored(model, part)]
-    return [(_columns(model.spec, output, i), output.reasons.get(i, "")) for i in range(len(batch))]
+    places = output.maps.get(model.spec.name)
+    return [
+        (
+            _columns(model.spec, output, i),
+            output.reasons.get(i, ""),
+            None if places is None else places[i],
+        )
+        for i in range(len(batch))
+    ]
 
 
 def _columns(spec: RewardSpec, output: RewardOutput, i: int) -> dict[str, Column]:

@@ -24,7 +24,9 @@ FIXED = {
 }
 """Columns of every table, with their types."""
 _LABELS = {"rank": "double", "votes": "double", "rating": "double", "both_bad": "bool"}
-"""Types of the columns of human labels, by what stands before the slash of their names."""
+_LABELS |= {"map": "string"}
+"""Types of the columns of human labels, and of the files of maps, by what stands before the slash
+of their names."""
 REFERENCES = "references"
 """Column of the paths of a record's references, in tables of records that have some."""
 _REQUEST = {REFERENCES: "strings", REQUEST_MASK: "string"}

@@ -19,7 +19,7 @@ from flowalign.data.preference.prefetch import prefetched
 from flowalign.distributed.processes import ALONE, Processes
 from flowalign.media.decode import MediaProblem, decode, digest
 from flowalign.media.media import Media
-from flowalign.types import Cond, Policy, Request
+from flowalign.types import Cond, Policy, Request, conditioning
 
 FLIPS = (False, True)
 MEDIA_AT_ONCE = 2048
@@ -248,7 +248,7 @@ class PromptEmbeddingCache:
         """Encode requests and store their conditioning; none fails, so the result is empty."""
         try:
             for some in (todo[i : i + self.batch] for i in range(0, len(todo), self.batch)):
-                encoded = self.policy.encode([request for _, request in some])
+                encoded = conditioning(self.policy, [request for _, request in some])
                 cond = {name: value.cpu() for name, value in encoded.items()}
                 self.num_encoded += len(some)
                 for n, ((key,), _) in enumerate(some):
@@ -256,3 +256,22 @@ class PromptEmbeddingCache:
         finally:
             self.store.flush()
         return {}
+
+
+def cache_report(latents: LatentCache, texts: PromptEmbeddingCache, processes: Processes) -> str:
+    """Return a sentence about how much caches have saved, over all processes."""
+    found = {"latents": latents, "prompts": texts}
+    now = {name: float(part.num_encoded) for name, part in found.items()}
+    now["stored"] = float(latents.num_stored)
+    now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
+    now = {name: int(count) for name, count in processes.total(now).items()}
+    lines = [
+        f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
+        f"{part.store.num_found:,} known"
+        for name, part in found.items()
+    ]
+    if now["stored"]:
+        lines.append(f"latents that the dataset holds: {now['stored']:,}")
+    if now["damaged"]:
+        lines.append(f"damaged files of the cache, deleted: {now['damaged']:,}")
+    return "; ".join(lines)

@@ -13,6 +13,7 @@ from flowalign.data.preference.pairs import Pair, Sample
 from flowalign.data.readers import open_dataset
 from flowalign.data.records import Record
 from flowalign.media.media import Media
+from flowalign.types import Dress, with_words
 
 _NAMES = ("positive", "negative")
 
@@ -34,16 +35,17 @@ def read_attributes(
 def read_captions(
     path: str, schema: str, root: str | None, keep: Keep
 ) -> tuple[list[Sample], DropReport]:
-    """Read each such medium as a sample whose prompt names all its attributes, for an expert.
+    """Read each such medium as a sample that is asked for by all its attributes, for an expert.
 
     Raises:
         ValueError: The dataset does not exist.
     """
     samples, report = [], DropReport()
     for _, record in _with_attributes(path, schema, root, report):
-        caption = ", ".join([record.prompt, *(record.metadata[name] for name in _NAMES)])
-        references = record.request().references
-        samples += [Sample(caption, keep(m), references=references) for m in record.media]
+        references, dress = record.request().references, Dress(_told(record, *_NAMES))
+        samples += [
+            Sample(record.prompt, keep(m), references=references, dress=dress) for m in record.media
+        ]
     return samples, report
 
 
@@ -63,5 +65,11 @@ def _with_attributes(
 def _pair(record: Record, medium: Media, where: str) -> Pair:
     asked = record.request()
     sample = Sample(record.prompt, medium, references=asked.references, mask=asked.mask)
-    good, bad = (f"{record.prompt}, {record.metadata[name]}" for name in _NAMES)
+    good, bad = (_told(record, name) for name in _NAMES)
     return Pair(sample, sample, "attributes", targets=(good, bad), where=where)
+
+
+def _told(record: Record, *names: str) -> str:
+    """Return the prompt of a row with its texts of these attributes behind it."""
+    words = [record.metadata[name] for name in names]
+    return with_words("{prompt}, {words}", record.prompt, words, ", ")

@@ -1,17 +1,24 @@
 """Collates pairs or samples into `Examples`: latents, conditioning, scores, segments and masks."""
 
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import interpolate
 
 from flowalign.data.latents.encode_once import LatentCache, PromptEmbeddingCache
-from flowalign.data.preference.pairs import Example, Pair, Sample, requests_of, samples_of
+from flowalign.data.preference.pairs import (
+    Example,
+    Pair,
+    Sample,
+    requests_of,
+    samples_of,
+    unprompted,
+)
+from flowalign.functional.maps import mean_one, on_grid
 from flowalign.types import Cond, Examples, Label
 
 
@@ -78,7 +85,7 @@ class Collator:
         mirrored = [*(flips or [False] * len(examples))] * sides
         drop_prompt = [*(drop_prompt or [False] * len(examples))] * sides
         asked = [
-            replace(sample.request, prompt="") if drop else sample.request
+            unprompted(sample.request) if drop else sample.request
             for sample, drop in zip(samples, drop_prompt, strict=True)
         ]
         latents = self.latents.read([sample.media for sample in samples], mirrored)
@@ -95,7 +102,7 @@ class Collator:
             desirable=torch.tensor(labels),
             scores=_scores(samples, has.scores),
             segments=_segments(pairs, latents) if has.segments else None,
-            mask=_maps([p.mask for p in pairs] * 2, latents, mirrored) if has.masks else None,
+            mask=_maps(_masks(pairs), latents, mirrored) if has.masks else None,
             mask_strength=torch.tensor([p.mask_strength for p in pairs] * 2) if has.masks else None,
             weight_map=_weight_maps(samples, latents, mirrored) if has.weight_maps else None,
             users=_users(examples, drop_user) * sides if has.users else [],
@@ -136,12 +143,16 @@ def _users(examples: Sequence[Example], drop_user: Sequence[bool] | None) -> lis
     return ["" if drop else example.user for example, drop in zip(examples, dropped, strict=True)]
 
 
+def _masks(pairs: Sequence[Pair]) -> list[str | None]:
+    """Return the files of the masks of the winners, then of the losers."""
+    return [p.mask for p in pairs] + [p.mask_rejected or p.mask for p in pairs]
+
+
 def _weight_maps(
     samples: Sequence[Sample], latents: Tensor, mirrored: Sequence[bool]
 ) -> Float[Tensor, "n *latent"]:
     """Return the weight map of every sample, scaled to mean 1."""
-    maps = _maps([sample.weight_map for sample in samples], latents, mirrored)
-    return maps / maps.flatten(1).mean(1).reshape(-1, *[1] * (maps.ndim - 1))
+    return mean_one(_maps([sample.weight_map for sample in samples], latents, mirrored))
 
 
 def _maps(
@@ -171,4 +182,4 @@ def read_map(file: str, grid: tuple[int, ...]) -> Float[Tensor, "1 *grid"]:
     values = tensors[0].float()
     if not (values.isfinite().all() and (values >= 0).all() and values.any()):
         raise ValueError(f"{file} must hold finite numbers of at least 0, not all 0")
-    return interpolate(values[None, None], size=grid, mode="area")[0]
+    return on_grid(values[None], grid)[0]

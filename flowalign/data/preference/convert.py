@@ -199,6 +199,7 @@ def _with_pair_columns(pair: Pair, record: Record, schema: str) -> Pair:
         stage=columns.get("stage", 0),
         segments=[Segment(**segment) for segment in columns.get("segments", ())],
         mask=columns.get("mask"),
+        mask_rejected=columns.get("mask_rejected"),
         mask_strength=strength,
         chosen=replace(pair.chosen, weight_map=columns.get("weight_map_chosen")),
         rejected=replace(pair.rejected, weight_map=columns.get("weight_map_rejected")),

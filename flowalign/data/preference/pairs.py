@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from flowalign.media.media import Media
-from flowalign.types import Reference, Request
+from flowalign.types import Dress, Dressing, Reference, Request
 
 
 @dataclass(frozen=True)
@@ -20,16 +20,18 @@ class Sample:
     user: str = ""
     """Identifier of the person who judged it; empty: unknown."""
     weight_map: str | None = None
-    """A safetensors file with the importance of every place, see `functional.matching`."""
+    """A safetensors file with the importance of every place, see `functional.maps`."""
     references: tuple[Reference, ...] = ()
     """Sources of an edit, or a first frame."""
     mask: Reference | None = None
     """Where the first of them was to be painted anew."""
+    dress: Dress | None = None
+    """How a policy is asked for it; null: by the prompt alone."""
 
     @property
     def request(self) -> Request:
         """The request that the medium answers, without metadata."""
-        return Request(self.prompt, self.references, self.mask)
+        return Request(self.prompt, self.references, self.mask, dress=self.dress)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Pair:
     """Stage of a curriculum; earlier ones are easier."""
     segments: Sequence[Segment] = ()
     mask: str | None = None
-    """A safetensors file that says where the two differ, see `functional.matching`."""
+    """A safetensors file that says where the two differ, see `functional.maps`."""
+    mask_rejected: str | None = None
+    """That of the rejected medium, where each has its own; null: that of both."""
     mask_strength: float = 1.0
     """Factor of the errors within the mask."""
     targets: tuple[str, str] | None = None
@@ -92,11 +96,30 @@ def requests_of(example: Example) -> list[Request]:
     """The requests of an example that have to be encoded: its own, and those of its targets."""
     request = samples_of(example)[0].request
     targets = example.targets if isinstance(example, Pair) else None
-    return [request, *(replace(request, prompt=text) for text in targets or ())]
+    return [request, *(replace(request, dress=Dress(text)) for text in targets or ())]
 
 
 def all_requests(examples: Iterable[Example], drops_prompts: bool) -> list[Request]:
     """The different requests to encode for examples, those with a dropped prompt too."""
-    asked = {request for example in examples for request in requests_of(example)}
-    asked |= {replace(r, prompt="") for r in asked if drops_prompts or not r.references}
-    return sorted(asked, key=lambda request: (request.prompt, request.given))
+    asked = [request for example in examples for request in requests_of(example)]
+    empty = [unprompted(r) for r in asked if drops_prompts or not r.references]
+    different = {request.given: request for request in (*asked, *empty)}
+    return sorted(different.values(), key=lambda request: (request.asked, request.given))
+
+
+def unprompted(request: Request) -> Request:
+    """Return a request without its prompt and words, as guidance sees it."""
+    return replace(request, prompt="", dress=None)
+
+
+def dressed(example: Example, dressing: Dressing) -> Example:
+    """Return an example under the prompts that a policy is asked with.
+
+    A sample says how good it is; the media of a pair answer what a user asks.
+    """
+    if isinstance(example, Sample):
+        asked = dressing.at_training(example.request, example.scores)
+        return replace(example, dress=asked.dress)
+    dress = dressing.at_sampling(example.chosen.request).dress
+    sides = (replace(sample, dress=dress) for sample in samples_of(example))
+    return replace(example, **dict(zip(("chosen", "rejected"), sides, strict=True)))

@@ -68,7 +68,8 @@ def scores_of(row: Fields, column: str) -> dict[str, float]:
 def pair_columns(row: Fields) -> dict[str, Any]:
     """Read and check the optional columns of a pair, by their names.
 
-    These are gap, weight, stage, segments, mask, weight_map_chosen and weight_map_rejected.
+    These are gap, weight, stage, segments, mask, mask_rejected, weight_map_chosen and
+    weight_map_rejected.
     """
     found: dict[str, Any] = {name: row.number(name) for name in ("gap", "weight") if name in row}
     if found.get("weight", 0.0) < 0:
@@ -77,7 +78,7 @@ def pair_columns(row: Fields) -> dict[str, Any]:
         found["stage"] = _whole(row.row.fields["stage"], "stage")
     if "segments" in row:
         found["segments"] = _segments(row.row.fields["segments"])
-    for name in ("mask", "weight_map_chosen", "weight_map_rejected"):
+    for name in ("mask", "mask_rejected", "weight_map_chosen", "weight_map_rejected"):
         if name in row:
             found[name] = safetensors(row, name)
     return found

@@ -21,7 +21,15 @@ from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import NO_LABELS, Batch, BatchStream, DataSource
 from flowalign.training.recipe import Log, MemoryPart, RecipePlan, RunContext
-from flowalign.types import Examples, Label, ModelPlan, Request, Trajectory, plain_requests
+from flowalign.types import (
+    Dressing,
+    Examples,
+    Label,
+    ModelPlan,
+    Request,
+    Trajectory,
+    plain_requests,
+)
 from flowalign.utils.ranges import PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -131,6 +139,7 @@ class OwnStates(DataSource):
     def check(self, run: RunContext) -> None:
         """Raise ValueError if there are no prompts."""
         read_requests(self.prompts)
+        run.check_dressing()
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -162,9 +171,10 @@ class OwnStates(DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> "OwnStream":
         """Prepare the stream; batches are sampled at their steps."""
-        return OwnStream(self, learner, Requests(read_requests(self.prompts), seed))
+        return OwnStream(self, learner, Requests(read_requests(self.prompts), seed, dressing))
 
     def window(self, step: int, seed: int = 0) -> tuple[int, ...]:
         """Return the random steps of one step of the loop."""

@@ -97,7 +97,7 @@ class Matching(Settings, Recipe):
         step = self.points.field(learner.policy)
         learner.fields |= {} if step is None else {STEP_FIELD: step}
         requires = self.loss.requirements.requires
-        stream = self.data.open(learner, run.rewards, run.seed, requires, log)
+        stream = self.data.open(learner, run.rewards, run.seed, requires, log, run.dressing)
         return MatchingLoop(self, learner, stream, run.seed, log)
 
     def _check_loss_and_data(self) -> None:

@@ -28,9 +28,10 @@ from flowalign.training.rollouts.comparison import (
     Comparison,
     GatheredCredit,
     RewardComparison,
+    counted,
     outcome_credit,
 )
-from flowalign.types import Examples, Label, ModelPlan, Policy, Request
+from flowalign.types import Dressing, Examples, Label, ModelPlan, Policy, Request, conditioning
 from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -115,6 +116,7 @@ class Rollouts(Comparison, DataSource):
                 "rewards, and weigh at least one dimension in reward_weights"
             )
         self.check_rewards(run.rewards)
+        self.check_dressing(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -138,6 +140,7 @@ class Rollouts(Comparison, DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> "RolloutStream":
         """Check that every process samples something; batches are made at their steps."""
         if self.prompts_per_step < learner.processes.world:
@@ -146,19 +149,29 @@ class Rollouts(Comparison, DataSource):
                 f"fewer than the {learner.processes.world} processes"
             )
         rewards = replace(rewards, on_failure=self.on_failed_reward)
-        return RolloutStream(self, learner.policy, rewards, seed, learner.processes)
+        return RolloutStream(
+            self,
+            learner.policy,
+            rewards,
+            Requests(read_requests(self.prompts), seed, dressing),
+            learner.processes,
+        )
 
 
 class RolloutStream(BatchStream):
     """Samples batches from the policy as it is at each step."""
 
     def __init__(
-        self, cfg: Rollouts, policy: Policy, rewards: Rewards, seed: int, processes: Processes
+        self,
+        cfg: Rollouts,
+        policy: Policy,
+        rewards: Rewards,
+        requests: Requests,
+        processes: Processes,
     ):
-        self.cfg, self.policy, self.rewards, self.seed = cfg, policy, rewards, seed
-        self.processes = processes
+        self.cfg, self.policy, self.rewards, self.requests = cfg, policy, rewards, requests
+        self.seed, self.processes = requests.seed, processes
         self.comparison = RewardComparison(cfg, rewards, processes)
-        self.requests = Requests(read_requests(cfg.prompts), seed)
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -208,9 +221,10 @@ class RolloutStream(BatchStream):
     ) -> GatheredCredit:
         """Credit samples for their transformed rewards, on all processes."""
         cfg, value = self.cfg, scores
+        of_each = [request for request in requests for _ in range(cfg.samples_per_prompt)]
         if cfg.value_transform:
-            of_each = [request for request in requests for _ in range(cfg.samples_per_prompt)]
             value = cfg.value_transform(scores, self.rewards.dims, of_each)
+        value = counted(value, self.rewards.dims, of_each)
         credit = outcome_credit(value, cfg.samples_per_prompt)
         return self.comparison.gather(credit, scores, cfg.samples_per_prompt)
 
@@ -257,7 +271,7 @@ class RolloutStream(BatchStream):
         )
         rows = torch.cat([winners, losers])
         owner = (rows // self.cfg.samples_per_prompt).to(latents.device)
-        cond = self.policy.encode(requests)
+        cond = conditioning(self.policy, requests)
         return Examples(
             latents=latents[rows.to(latents.device)],
             cond={name: value[owner] for name, value in cond.items()},

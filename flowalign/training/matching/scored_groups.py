@@ -25,7 +25,7 @@ from flowalign.training.rollouts.plan import (
     value_rows,
 )
 from flowalign.training.rollouts.settings import RolloutSettings
-from flowalign.types import CreditEstimator, Label, ModelPlan
+from flowalign.types import CreditEstimator, Dressing, Label, ModelPlan
 from flowalign.utils.ranges import require_ranges
 
 
@@ -54,6 +54,9 @@ class ScoredGroups(RolloutSettings, DataSource):
     weights: Literal["policy", "ema", "old", "behaviour"] = "policy"
     """Weights that sample: of the policy, of its evaluated average, of its old self (`recipe.old`),
     or of an average that is only sampled from (`recipe.behaviour`)."""
+    weight_map: str | None = None
+    """Name of the reward model whose map weighs the places of each sample's error (SRUM's local
+    part). Null: all places weigh alike."""
 
     def __post_init__(self) -> None:
         """Reject settings that no run can use, before anything heavy is loaded."""
@@ -124,6 +127,8 @@ class ScoredGroups(RolloutSettings, DataSource):
         """Raise ValueError if no reward compares samples, or weights that sample are missing."""
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
+        self.check_dressing(run)
+        _check_map(self, run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")
 
@@ -160,12 +165,14 @@ class ScoredGroups(RolloutSettings, DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> ScoredStream:
         """Prepare the stream; batches are made at their steps."""
         rewards = replace(rewards, on_failure=self.on_failed_reward)
-        requests = Requests(read_requests(self.prompts), seed)
+        requests = Requests(read_requests(self.prompts), seed, dressing)
         completed = self.completed_states if self.clean == "completion" else None
-        return ScoredStream(self, learner, rewards, requests, self.weights, completed)
+        given = learner, rewards, requests, self.weights, completed, self.weight_map
+        return ScoredStream(self, *given)
 
     def completed_states(self, steps: Sequence[int]) -> dict[int, int]:
         """Return, for each trained step, the state whose completion its credit rests on.
@@ -193,3 +200,18 @@ class ScoredGroups(RolloutSettings, DataSource):
                 f"{self.key}.clean is completion, which needs completions by the weights and the "
                 f"guidance of the rollout: leave {self.key}.completion at them"
             )
+
+
+def _check_map(cfg: ScoredGroups, rewards: Rewards) -> None:
+    """Raise ValueError if no reward gives the map, or if other latents than its are noised."""
+    mapping = [model.spec.name for model in rewards.models if model.spec.maps]
+    if cfg.weight_map is not None and cfg.weight_map not in mapping:
+        raise ValueError(
+            f"{cfg.key}.weight_map is {cfg.weight_map!r}; rewards with a map here: "
+            f"{', '.join(mapping) or 'none, take one such as reward_models.region_reward'}"
+        )
+    if cfg.weight_map is not None and cfg.clean == "completion":
+        raise ValueError(
+            f"{cfg.key}.weight_map is of finished samples, and clean is completion: set clean "
+            "to sample"
+        )

@@ -11,8 +11,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from flowalign.data.requests import Requests
+from flowalign.functional.maps import mean_one, on_grid
 from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import take
+from flowalign.sampling.rollout import encode_once
 from flowalign.training.learner import Learner
 from flowalign.training.matching.source import Batch, BatchStream, StepAdvantages
 from flowalign.training.rollouts.advantages import (
@@ -28,7 +30,7 @@ from flowalign.training.rollouts.critics import learned
 from flowalign.training.rollouts.outcome_history import OutcomeHistory
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Examples, Request, Trajectory
+from flowalign.types import Cond, Examples, Request, Trajectory
 
 CompletedStates = Callable[[Sequence[int]], Mapping[int, int]]
 """Maps trained steps to the states whose completions their credit rests on."""
@@ -48,9 +50,11 @@ class ScoredStream(BatchStream):
         requests: Requests,
         weights: str,
         completed: CompletedStates | None = None,
+        weight_map: str | None = None,
     ):
         self.cfg, self.learner, self.rewards = cfg, learner, rewards
         self.requests, self.weights, self.completed = requests, weights, completed
+        self.weight_map = weight_map
         self.comparison = RewardComparison(cfg, rewards, learner.processes)
         """Comparison of credit, by weights that thresholds change."""
         self.history = OutcomeHistory(cfg.history)
@@ -137,13 +141,37 @@ class ScoredStream(BatchStream):
         scores = values([trajectory.num_steps])[kept, 0]
         return Examples(
             latents=latents,
-            cond=take(trajectory.cond, prompt.to(latents.device)),
+            cond=self._cond(trajectory, kept, scores),
             paired=False,
             weight=torch.ones(len(kept)),
             desirable=torch.ones(len(kept), dtype=torch.bool),
             scores=dict(zip(dims, scores.unbind(1), strict=True)),
             group=places[prompt],
+            weight_map=self._weights_of_places(values, kept, latents),
         )
+
+    def _weights_of_places(
+        self, values: CompletionValues, kept: Int[Tensor, "n"], latents: Float[Tensor, "n *latent"]
+    ) -> Float[Tensor, "n *map"] | None:
+        """Return the map of each kept sample on the grid of its latent, scaled to mean 1."""
+        if self.weight_map is None:
+            return None
+        maps = values.outcome_map(self.weight_map)[kept]
+        return mean_one(on_grid(maps, tuple(latents.shape[2:]))).to(latents.device)
+
+    def _cond(
+        self, trajectory: Trajectory, kept: Int[Tensor, "n"], scores: Float[Tensor, "n R"]
+    ) -> Cond:
+        """Return the conditioning under which kept samples are learned: as asked, or as scored."""
+        asked = [trajectory.requests[i] for i in kept.tolist()]
+        dressing, dims, learned = self.requests.dressing, self.rewards.dims, asked
+        if dressing:
+            known = (dict(zip(dims, row, strict=True)) for row in scores.tolist())
+            learned = [dressing.at_training(*each) for each in zip(asked, known, strict=True)]
+        if [r.given for r in learned] == [r.given for r in asked]:
+            return take(trajectory.cond, trajectory.prompt[kept].to(trajectory.device))
+        cond, row = encode_once(self.learner.policy, learned)
+        return take(cond, row.to(trajectory.device))
 
     def _step_advantages(
         self,

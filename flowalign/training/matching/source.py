@@ -11,7 +11,7 @@ from torch import Tensor
 from flowalign.rewards.composite import Rewards
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, RecipePlan, RunContext
-from flowalign.types import Examples, Label, ModelPlan, Trajectory
+from flowalign.types import Dressing, Examples, Label, ModelPlan, Trajectory
 
 NO_LABELS: Set[Label] = frozenset()
 """Labels that most losses require beside media and prompts: none."""
@@ -145,8 +145,11 @@ class DataSource(ABC):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> BatchStream:
         """Read, encode and prepare the examples that have the labels which the loss requires.
+
+        `dressing` says under which prompts they are made and learned.
 
         Raises:
             ValueError: These data cannot be trained on.

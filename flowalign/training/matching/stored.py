@@ -8,12 +8,24 @@ from typing import Any, Literal
 import torch
 from typing_extensions import override
 
-from flowalign.data.latents.encode_once import EncodeQueue, LatentCache, PromptEmbeddingCache
+from flowalign.data.latents.encode_once import (
+    EncodeQueue,
+    LatentCache,
+    PromptEmbeddingCache,
+    cache_report,
+)
 from flowalign.data.preference.collate import BatchFields, Collator
 from flowalign.data.preference.convert import fitting
 from flowalign.data.preference.dropped import DropReport
-from flowalign.data.preference.kinds import Kind, read_examples
-from flowalign.data.preference.pairs import Example, Pair, Sample, all_requests, media_of
+from flowalign.data.preference.kinds import Kind, check_dressing, read_examples
+from flowalign.data.preference.pairs import (
+    Example,
+    Pair,
+    Sample,
+    all_requests,
+    dressed,
+    media_of,
+)
 from flowalign.data.preference.prefetch import prefetched
 from flowalign.data.preference.sampler import EpochSampler
 from flowalign.data.preference.weighting import GapWeights
@@ -30,7 +42,7 @@ from flowalign.training.matching.source import (
 )
 from flowalign.training.recipe import Log, RecipePlan, RunContext
 from flowalign.training.reference import conditional
-from flowalign.types import Examples, Label, ModelPlan, Personal, Policy
+from flowalign.types import Dressing, Examples, Label, ModelPlan, Personal, Policy
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt, UnitInterval, require_ranges
 from flowalign.utils.seeds import generator
 
@@ -154,6 +166,9 @@ class StoredDataset(DataSource):
         for path in (self.path, self.held_out):
             if path is not None and not Path(path).exists():
                 raise ValueError(f"recipe.data: {path!r} does not exist (looked in {Path.cwd()})")
+        if run.dressing:
+            where = self.kind, self.path, self.schema, self.root
+            check_dressing(run.dressing, run.policy, *where)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -167,9 +182,10 @@ class StoredDataset(DataSource):
         seed: int,
         requires: Set[Label] = NO_LABELS,
         log: Log = lambda _: None,
+        dressing: Dressing | None = None,
     ) -> "StoredStream":
         """Read, validate and encode everything; raise ValueError if too many rows are unusable."""
-        return StoredStream(self, learner.policy, seed, learner.processes, requires, log)
+        return StoredStream(self, learner.policy, seed, learner.processes, requires, log, dressing)
 
 
 class StoredStream(BatchStream):
@@ -183,8 +199,10 @@ class StoredStream(BatchStream):
         processes: Processes,
         requires: Set[Label],
         log: Log,
+        dressing: Dressing | None = None,
     ):
         self.cfg, self.seed, self.processes, self.log = cfg, seed, processes, log
+        self.dressing = dressing
         folder = Path(cfg.cache) if cfg.cache else None
         self.latents = LatentCache(
             policy, folder, DTYPES[cfg.cache_dtype], cfg.max_frames, processes=processes
@@ -202,7 +220,7 @@ class StoredStream(BatchStream):
         self.held_out_collator = Collator(self.latents, self.texts, BatchFields.of(shown))
         self.held_out_examples = processes.share(shown[: cfg.held_out_pairs])
         if folder:
-            log(self._cache_report())
+            log(cache_report(self.latents, self.texts, processes))
 
     @override
     def batches(self, steps: Iterable[int]) -> Iterator[Batch]:
@@ -259,6 +277,8 @@ class StoredStream(BatchStream):
         examples, dropped = read_examples(kind, *where, labelled, queue.take)
         queue.finish()
         examples = fitting(examples, self.texts.policy.takes, dropped)
+        if self.dressing:
+            examples = [dressed(example, self.dressing) for example in examples]
         self.texts.prepare(all_requests(examples, self.cfg.prompt_dropout > 0))
         kept = []
         for example in examples:
@@ -266,24 +286,6 @@ class StoredStream(BatchStream):
             dropped.add(why[0]) if why else kept.append(example)
         self._report_dropped(f"{kind} of {path}", len(kept), dropped)
         return kept
-
-    def _cache_report(self) -> str:
-        """Return a sentence about how much the cache has saved."""
-        found = {"latents": self.latents, "prompts": self.texts}
-        now = {name: float(part.num_encoded) for name, part in found.items()}
-        now["stored"] = float(self.latents.num_stored)
-        now["damaged"] = float(sum(part.store.num_damaged for part in found.values()))
-        now = {name: int(count) for name, count in self.processes.total(now).items()}
-        lines = [
-            f"{now[name] + part.store.num_found:,} {name}: {now[name]:,} encoded now, "
-            f"{part.store.num_found:,} known"
-            for name, part in found.items()
-        ]
-        if now["stored"]:
-            lines.append(f"latents that the dataset holds: {now['stored']:,}")
-        if now["damaged"]:
-            lines.append(f"damaged files of the cache, deleted: {now['damaged']:,}")
-        return "; ".join(lines)
 
     def _report_dropped(self, what: str, kept: int, dropped: DropReport) -> None:
         """Log what was dropped; raise ValueError if it is too much."""

@@ -48,7 +48,7 @@ def calibrated(
         "trajectories"
     )
     rewards = replace(run.rewards, on_failure="drop_sample")
-    order = Requests(read_requests(prompts), run.seed)
+    order = Requests(read_requests(prompts), run.seed, run.dressing)
     history = calibrate(
         calibration,
         _gains(cfg, calibration.num_samples, order, learner, rewards),

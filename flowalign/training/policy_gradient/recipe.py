@@ -41,6 +41,7 @@ class PolicyGradient(CreditedRollouts, Recipe):
             self._check_calibration()
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
+        self.check_dressing(run)
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
@@ -48,7 +49,7 @@ class PolicyGradient(CreditedRollouts, Recipe):
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        requests = Requests(read_requests(self.prompts), run.seed)
+        requests = Requests(read_requests(self.prompts), run.seed, run.dressing)
         settings = calibrated(self, self.calibration, self.prompts, run, learner, folder, log)
         recorder = self._recorder(run, folder) if learner.processes.is_main else None
         return PolicyGradientLoop(settings, learner, run.rewards, requests, run.seed, recorder, log)

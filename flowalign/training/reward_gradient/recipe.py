@@ -43,6 +43,7 @@ class RewardGradient(Settings, Recipe):
     @override
     def check(self, run: RunContext) -> None:
         run.rewards.check_weights()
+        _check_dressing(run)
         check_gradients(run.rewards)
         _check_policy(run.policy, self.detach_unconditional)
         check_frames(self.frames, run.policy, run.rewards)
@@ -77,7 +78,7 @@ class RewardGradient(Settings, Recipe):
 
     @override
     def open(self, run: RunContext, learner: Learner, folder: Path, log: Log) -> Loop:
-        requests = Requests(read_requests(self.prompts), run.seed)
+        requests = Requests(read_requests(self.prompts), run.seed, run.dressing)
         rewards, regulariser = run.rewards.weighted(), self.regularised
         stored = regulariser.open(run, learner, log) if regulariser else None
         return RewardGradientLoop(self, learner, rewards, requests, run.seed, stored, log)
@@ -119,6 +120,17 @@ class RewardGradient(Settings, Recipe):
             "reward calls per step": f"{calls}",
             "samples in the whole run": f"{samples * run.num_steps}",
         }
+
+
+def _check_dressing(run: RunContext) -> None:
+    """Raise ValueError for words of rewards of their own: gradients are of all rewards together."""
+    run.check_dressing()
+    asked = run.dressing and run.dressing.at_rollout(Request("a prompt"), 0).dress
+    if asked and asked.dims:
+        raise ValueError(
+            f"dressing {type(run.dressing).__name__} trains each prompt on a reward of its own, "
+            "and RewardGradient follows all: take PolicyGradient or Matching with ScoredGroups"
+        )
 
 
 def check_gradients(rewards: Rewards) -> None:

@@ -70,7 +70,7 @@ class Regulariser:
     def open(self, run: RunContext, learner: Learner, log: Log) -> "StoredGradient":
         """Read and encode the data."""
         requires = self.loss.requirements.requires
-        stream = self.data.open(learner, run.rewards, run.seed, requires, log)
+        stream = self.data.open(learner, run.rewards, run.seed, requires, log, run.dressing)
         return StoredGradient(self, learner, stream, run.seed)
 
 

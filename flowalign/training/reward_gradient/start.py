@@ -11,7 +11,7 @@ from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import sample
 from flowalign.sampling.settings import Sampling
-from flowalign.types import Policy, Request, SharedRows, Trajectory
+from flowalign.types import Policy, Request, SharedRows, Trajectory, conditioning
 from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 
 
@@ -112,7 +112,7 @@ class FromPhotos(Start):
             sigmas=sigmas,
             eta=clean.new_zeros(count, 1),
             kernel=FlowSDE(),
-            cond=policy.encode(requests),
+            cond=conditioning(policy, requests),
             requests=[request for request in requests for _ in range(self.samples_per_prompt)],
             group_size=self.samples_per_prompt,
             rows=SharedRows(torch.arange(count)[:, None].expand(-1, 2).contiguous()),

@@ -10,6 +10,7 @@ from flowalign.rewards.objectives import TransformedValues
 from flowalign.training.rollouts.comparison import (
     GatheredCredit,
     RewardComparison,
+    counted,
     outcome_credit,
 )
 from flowalign.training.rollouts.settings import RolloutSettings
@@ -25,8 +26,12 @@ def compute_credit(cfg: RolloutSettings, values: CompletionValues) -> StepCredit
     trajectory = values.trajectory
     transformed = TransformedValues(values, values.rewards.dims, cfg.value_transform, trajectory)
     if cfg.credit is not None:
-        return cfg.credit(trajectory, transformed)
-    return outcome_credit(transformed([trajectory.num_steps])[:, 0], trajectory.group_size)
+        credit = cfg.credit(trajectory, transformed)
+    else:
+        last = transformed([trajectory.num_steps])[:, 0]
+        credit = outcome_credit(last, trajectory.group_size)
+    own = counted(credit.value, values.rewards.dims, trajectory.requests)
+    return replace(credit, value=own)
 
 
 def gather_credit(

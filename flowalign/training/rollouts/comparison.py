@@ -5,7 +5,7 @@
 Credit has one column for each denoising step, or a single one for the outcome.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from flowalign.functional.advantage import Combine, Scale, advantages, zero_spre
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards, drop_failed
 from flowalign.rewards.objectives import LogSigmoidCentred, Pareto, Thresholds, not_dominated
-from flowalign.types import StepCredit
+from flowalign.training.recipe import RunContext
+from flowalign.types import Request, StepCredit
 from flowalign.utils.ranges import NonNegativeFloat
 
 
@@ -63,6 +64,17 @@ class Comparison:
         located = located_requests(prompts)
         if self.value_transform:
             self.value_transform.check_requests(located)
+
+    def check_dressing(self, run: RunContext) -> None:
+        """Raise ValueError for words that rewards, or a comparison of all prompts, do not fit."""
+        run.check_dressing()
+        asked = run.dressing and run.dressing.at_rollout(Request("a prompt"), 0).dress
+        if asked and asked.dims and self.advantage_scale in ("batch", "pooled"):
+            raise ValueError(
+                f"advantage_scale is {self.advantage_scale}, but dressing "
+                f"{type(run.dressing).__name__} asks for each prompt with a reward of its own, "
+                "which others do not compare with: set it to group"
+            )
 
     def check_groups(self, key: str, group_size: int) -> None:
         """Raise ValueError if groups of this size cannot be compared so; `key` names the recipe."""
@@ -198,6 +210,20 @@ def outcome_credit(outcome: Float[Tensor, "n R"], group_size: int) -> StepCredit
     """Return the credit of samples for their outcomes, in one column; prompts are the groups."""
     group = (torch.arange(len(outcome)) // group_size)[:, None]
     return StepCredit(outcome[:, None], group, torch.ones_like(group, dtype=torch.bool))
+
+
+def counted(
+    value: Float[Tensor, "n *T R"], dims: Sequence[str], requests: Sequence[Request]
+) -> Float[Tensor, "n *T R"]:
+    """Return credit with 0 for reward dimensions that do not count for how a sample was asked for.
+
+    Within a group, which is asked for alike, these then tell no samples apart.
+    """
+    own = [request.dress.dims if request.dress else () for request in requests]
+    if not any(own):
+        return value
+    rows = torch.tensor([[not some or dim in some for dim in dims] for some in own])
+    return value.where(rows.view(len(rows), *[1] * (value.ndim - 2), len(dims)), 0.0)
 
 
 def reward_metrics(rewards: Rewards, gathered: GatheredCredit) -> dict[str, float]:

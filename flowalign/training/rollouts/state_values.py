@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from flowalign.credit.critic import Learned
@@ -72,6 +72,13 @@ class CompletionValues(ValueFunction):
         index = [self.trajectory.rows.row_index(k) for k in ks]
         values = [self.known[r].values[at] for r, at in zip(requests, index, strict=True)]
         return torch.stack(values, 1)
+
+    def outcome_map(self, name: str) -> Float[Tensor, "B *place"]:
+        """Return the map that a reward model gave of every finished sample."""
+        last = self.trajectory.num_steps
+        self([last])
+        known = self.known[self._request(last, None)].maps[name]
+        return known[self.trajectory.rows.row_index(last)]
 
     def past(self, num_steps: int) -> PastOutcomes | None:
         """Return the outcomes that these prompts had in earlier steps of the loop."""

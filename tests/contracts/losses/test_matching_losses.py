@@ -53,7 +53,9 @@ def run(loss, residuals, batch):
     """Loss, log, and gradient with respect to the policy's residual."""
     policy = residuals.policy.clone().requires_grad_()
     reference = residuals.reference if loss.requirements.reference else None
-    value, stats = loss.loss(Residuals(policy, reference), batch, LossContext(1.1))
+    clean = policy.new_zeros(len(policy)).detach()  # where windows of places do not act
+    given = Residuals(policy, reference, sigma=clean)
+    value, stats = loss.loss(given, batch, LossContext(1.1))
     return value, stats, torch.autograd.grad(value, policy)[0]
 
 

@@ -10,6 +10,7 @@ import yaml
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardSpec
+from reward_models.artefact_map import ArtefactMap, artefact_map
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
 from reward_models.chat.images import data_url
@@ -25,6 +26,8 @@ from reward_models.chat.template import read_template
 from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
+from reward_models.detection import Detection, ShapesDetector
+from reward_models.shapes import BACKGROUND
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
 
@@ -404,8 +407,57 @@ def test_levels_are_an_expectation_and_continue_the_sentence(serve):
 def test_an_assessor_sees_the_shortest_side_at_its_size(serve):
     server = serve(lambda r: r'<think>hm</think>\boxed{"Whether Normal": false}')
     output = MagicAssessor(server, side=20).score(MediaBatch(torch.rand(1, 1, 3, 10, 15), ["a"]))
-    assert output.values.tolist() == [[0.0]]
+    assert output.values.tolist() == [[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]]
     assert serve.running[0].requests[0].pictures[0].shape == (20, 30, 3)
+
+
+ARTEFACTS = ("normal", "interaction", "human_anatomy", "animal_anatomy", "object_morphology")
+
+
+def boxed_kinds(kinds):
+    return rf'<think>hm</think>\boxed{{"Whether Normal": false, "Type of Deformity": {kinds}}}'
+
+
+def test_an_assessor_scores_every_kind_of_artefact(serve):
+    """The published form: a kind is true, or a list of its refinements."""
+    hand = '"L2: Abnormal Human Anatomy": ["L3: Hand Structure Deformity"]'
+    answer = boxed_kinds(f'{{{hand}, "L2: Abnormal Object Morphology": true}}')
+    judge = MagicAssessor(serve(lambda r: answer), side=16)
+    assert judge.score(contract_batch()).values.tolist() == [[0, 1, 0, 1, 0, 1, 1]] * 3
+    assert judge.spec.dims == (*ARTEFACTS, "attributes", "other")
+
+
+def test_artefacts_without_a_published_label_are_asked_about_again(serve):
+    answer = boxed_kinds('{"L2: Odd": true}')
+    output = MagicAssessor(serve(lambda r: answer), side=16).score(contract_batch())
+    assert not output.valid.any()
+    assert "'L2: Odd' is no label" in output.reasons[0]
+
+
+def test_artefacts_lie_where_a_detector_finds_their_kind():
+    """By hand: a person with a bad hand, a sound cup before them, and light that is odd."""
+    free = dict.fromkeys((*ARTEFACTS, "attributes", "other"), 1.0)
+    free |= {"human_anatomy": 0.25, "interaction": 0.5}
+    person = Detection("person", 0.9, (0.0, 0.0, 2.0, 2.0))
+    found = [person, Detection("cup", 0.8, (1.0, 0.0, 4.0, 1.0))]
+    assert artefact_map(found, free, 2, 4).tolist() == [[0.125, 0.125, 0.5, 0.5]] * 2
+    sheep = [Detection("sheep", 0.9, (0.0, 0.0, 1.0, 2.0))]
+    scores = free | {"animal_anatomy": 0.0, "interaction": 1.0}
+    assert artefact_map(sheep, scores, 2, 2).tolist() == [[0.0, 1.0]] * 2
+
+
+def test_a_map_of_artefacts_comes_with_the_scores_of_the_judge(serve):
+    """A blue square that is told to be ill formed, left of nothing."""
+    answer = boxed_kinds('{"L2: Abnormal Object Morphology": true}')
+    media = (torch.tensor(BACKGROUND) / 255).view(1, 1, 3, 1, 1).repeat(1, 1, 1, 32, 32)
+    media[..., 8:20, 4:16] = torch.tensor([0.1, 0.2, 0.9])[:, None, None]
+    reward = ArtefactMap(MagicAssessor(serve(lambda r: answer), side=32), ShapesDetector())
+    output = reward.score(MediaBatch(media, ["a blue square"]))
+    assert output.values[:, 4].tolist() == [0.0]
+    place = output.maps["artefact_map"][0]
+    assert (place[9:19, 5:15] == 0).all()
+    assert (place[:, 20:] == 1).all()
+    reward.judge.close()
 
 
 def test_fingerprints_tell_settings_apart(serve, tmp_path):

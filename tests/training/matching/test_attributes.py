@@ -17,6 +17,7 @@ from flowalign.training.matching.references import Teacher
 from flowalign.training.matching.residuals import evaluated_fields, matching_residuals
 from flowalign.training.matching.settings import Settings
 from flowalign.training.matching.stored import StoredDataset
+from flowalign.types import Request
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.training import checked, new_learner, new_rewards
 
@@ -69,7 +70,8 @@ def test_a_row_without_attributes_is_dropped_and_named(dataset):
 
 def test_the_expert_learns_from_captions_that_name_all_attributes(dataset):
     samples, tally = read_captions(str(dataset), "auto", None, lambda medium: medium)
-    captions = [sample.prompt for sample in samples]
+    captions = [sample.request.asked for sample in samples]
+    assert [sample.request.key for sample in samples] == [Request(p).key for p in ("a", "aa")]
     assert captions == ["a, sharp, blurred, grey", "aa, bright colours, dark"]
     assert tally.dropped == {"no texts positive and negative": 1}
     cfg = StoredDataset(path=str(dataset), kind="captions", batch_size=2, max_dropped_fraction=0.5)

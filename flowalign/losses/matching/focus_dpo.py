@@ -1,0 +1,63 @@
+"""Train on pairs where they show their subject, in places that change with the noise level.
+
+Source: FocusDPO, arXiv:2509.01181, whose weights are not published: a reconstruction.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from typing_extensions import override
+
+from flowalign.functional.focus import focus_weights
+from flowalign.functional.matching import masked_error
+from flowalign.functional.preference_loss import implicit_margin, relative_gap
+from flowalign.losses.matching.links import Link, Sigmoid, pair_stats, require_positive
+from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
+from flowalign.utils.ranges import PositiveFloat, PositiveInt, UnitInterval
+
+
+@dataclass(frozen=True, kw_only=True)
+class FocusDPO(MatchingLoss):
+    """Averages weight * link(margin) over pairs, with errors that are weighed place by place.
+
+    The mask of a row says how surely each place shows the subject of the request, such as the map
+    of `reward_models.subject_focus.SubjectFocus`; `focus_weights` makes weights of it.
+
+    Source: FocusDPO, arXiv:2509.01181, a reconstruction.
+    """
+
+    beta: PositiveFloat = 5000.0
+    floor: UnitInterval = 0.2
+    """Weight of places that do not show the subject, where the largest is 1. 1: plain DPO."""
+    window: PositiveInt = 5
+    """Latent places along a side, an odd number, over which the focus is spread at pure noise."""
+    link: Link = field(default_factory=Sigmoid)
+    """Function of the margin that is averaged."""
+
+    def __post_init__(self) -> None:
+        """Reject a beta that is not positive and windows without a centre."""
+        require_positive(beta=self.beta)
+        if self.window % 2 == 0:
+            raise ValueError(f"window is {self.window}; it must be odd, to have a centre")
+
+    @property
+    @override
+    def requirements(self) -> Requirements:
+        """Require masks of the subject."""
+        return Requirements(requires={"masks"}, at_start=self.link.at_start)
+
+    @override
+    def loss(
+        self, residuals: Residuals, batch: Examples, context: LossContext = ALONE
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if batch.mask is None:
+            raise ValueError("FocusDPO needs pairs with a mask of the subject; these have none")
+        weights = focus_weights(batch.mask, residuals.required_sigma, self.floor, self.window)
+        policy = masked_error(residuals.policy, weights)
+        reference = masked_error(residuals.required_reference, weights)
+        margin = implicit_margin(relative_gap(policy, reference), self.beta)
+        loss = (batch.weight.chunk(2)[0] * self.link.loss(margin)).mean()
+        return loss, pair_stats(policy, reference, self.beta) | {
+            "policy_loss": loss.detach(),
+            "focus": weights.flatten(1).amax(1).mean(),
+        }

@@ -1,0 +1,101 @@
+"""Embed users by a few of their choices, for a policy that is conditioned on them (PPD).
+
+Source: PPD, arXiv:2501.06655, known from secondary sources: a vision-language model sees four of a
+user's choices, and its hidden state is the embedding. Here each choice is a token, the difference
+between the features of the chosen and of the rejected medium by any backbone: a reconstruction.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from flowalign.data.preference.convert import read_pairs
+from flowalign.data.preference.pairs import Pair
+from flowalign.reward_training.embeddings import Sample, embed_samples
+from flowalign.reward_training.training import frames_for
+from flowalign.types import Backbone
+from flowalign.utils.ranges import PositiveInt, require_ranges
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserEmbeddings:
+    """Configures `flowalign users`: whose choices are embedded, by what, and where to."""
+
+    backbone: Backbone
+    """Network whose features tell media apart, such as `reward_models.backbones.PooledFrames`."""
+    path: str
+    """Dataset of pairs that name their judges as `user_id`."""
+    schema: str = "auto"
+    """Name of the reader of the dataset; auto: found from its columns."""
+    root: str | None = None
+    """Folder where relative paths begin. Null: beside the file."""
+    shots: PositiveInt = 4
+    """Choices of a user that are embedded, the first ones; users with fewer are left out."""
+    micro_batch: PositiveInt = 32
+    """Choices that are embedded together."""
+    output: str
+    """Safetensors file of the embeddings [shots, dim] by user: `policy.users` of a run file."""
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range, and a file that policies do not read."""
+        require_ranges(self, "users")
+        if not self.output.endswith(".safetensors"):
+            raise ValueError(f"output is {self.output!r}; it must end in .safetensors")
+
+    def choices(self) -> dict[str, list[Pair]]:
+        """Return the first choices of every user who has made enough.
+
+        Raises:
+            ValueError: The dataset does not exist, or nobody has.
+        """
+        by_user: dict[str, list[Pair]] = {}
+        for pair in read_pairs(self.path, self.schema, self.root)[0]:
+            by_user.setdefault(pair.user, []).append(pair)
+        enough = {u: p[: self.shots] for u, p in by_user.items() if u and len(p) >= self.shots}
+        if not enough:
+            most = max((len(p) for u, p in by_user.items() if u), default=0)
+            raise ValueError(
+                f"{self.path}: nobody has {self.shots} usable choices; the most of a user_id are "
+                f"{most}: lower shots, or add pairs with a user_id"
+            )
+        return enough
+
+    def embedded(self) -> dict[str, Float[Tensor, "shots dim"]]:
+        """Return the embedding of every user whose choices can all be read.
+
+        Raises:
+            ValueError: `choices` would raise, or no user is left.
+        """
+        self.backbone.load()
+        found = {}
+        for user, pairs in self.choices().items():
+            tokens = torch.cat(
+                [
+                    self._tokens(pairs[i : i + self.micro_batch])
+                    for i in range(0, len(pairs), self.micro_batch)
+                ]
+            )
+            if tokens.isfinite().all():
+                found[user] = tokens
+        if not found:
+            raise ValueError(f"{self.path}: no user has choices of which all media can be read")
+        return found
+
+    @torch.no_grad()
+    def _tokens(self, pairs: Sequence[Pair]) -> Float[Tensor, "n dim"]:
+        """Return a token per choice, of length 1; NaN where a medium cannot be read."""
+        sides = [[Sample(s.media, s.prompt) for s in (p.chosen, p.rejected)] for p in pairs]
+        samples = [sample for both in sides for sample in both]
+        features, _ = embed_samples(self.backbone, frames_for(self.backbone), samples)
+        return choice_tokens(features.joint[0::2], features.joint[1::2])
+
+
+def choice_tokens(
+    chosen: Float[Tensor, "n dim"], rejected: Float[Tensor, "n dim"]
+) -> Float[Tensor, "n dim"]:
+    """Return the directions from rejected to chosen features, each feature of length 1 before."""
+    return normalize(normalize(chosen, dim=1) - normalize(rejected, dim=1), dim=1)
