@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from flowalign.types import MediaBatch
+from reward_models.answer_tokens import answer_tokens
 from reward_models.packing import pack
-from reward_models.yes_no import QwenYesNo, answer_tokens
+from reward_models.yes_no import QwenYesNo
 from tests.fixtures.reward_contract import example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
