@@ -22,7 +22,11 @@ from reward_models.chat.pairs import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
 from reward_models.chat.template import read_template
-from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
+from reward_models.chat.unified_reward import (
+    UnifiedRewardEdit,
+    UnifiedRewardPair,
+    UnifiedRewardPoint,
+)
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
@@ -110,6 +114,11 @@ JUDGES = {
         lambda server: UnifiedRewardPoint(server, form="final", squash=16),
         lambda r: f"Final Score: {1 + 4 * colours(r.pictures[0])[0]:.6f}",
         {},
+    ),
+    "point of a video": (
+        lambda server: UnifiedRewardPoint(server, form="video", frames=2),
+        lambda r: axes(*colours(r.pictures[1])).replace("Coherence", "Physics"),
+        {"frames": 3},
     ),
     "edit_score": (EditScore, edit_answer, {"references": True}),
     "rational": (RationalRewards, section_answer, {}),
@@ -440,6 +449,13 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
             WinRate(OneReward(server, "image fill")),
             WinRate(UnifiedRewardPair(server)),
             WinRate(UnifiedRewardPair(server, "think")),
+            WinRate(UnifiedRewardPair(server, "think_image")),
+            WinRate(UnifiedRewardPair(server, "score")),
+            WinRate(UnifiedRewardPair(server, "flex")),
+            WinRate(UnifiedRewardEdit(server)),
+            WinRate(UnifiedRewardEdit(server, "score")),
+            UnifiedRewardPoint(server, "video"),
+            UnifiedRewardPoint(server, "video", frames=8),
             WinRate(RationalPair(server)),
             WinRate(RationalPair(server, "edit")),
         ]
