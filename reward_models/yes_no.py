@@ -17,7 +17,7 @@ from flowalign.functional.connection import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
 from reward_models.answer_tokens import answer_tokens, single_tokens
 from reward_models.checkpoints import find_folder, read_json, signature
-from reward_models.frames import at_rate
+from reward_models.frames import at_rate, each_second
 from reward_models.packing import Packed, pack
 from reward_models.pixels import resized
 from reward_models.qwen2_vl import fitted, patched
@@ -48,8 +48,9 @@ class QwenYesNo(YesNoJudge):
 
     P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
     space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
-    `max_pixels`; of a video, about `fps` frames per second are seen, at most `max_frames`. A
-    question with a special token in it, say from a prompt, is not answered.
+    `max_pixels`; of a video, about `fps` evenly spaced frames per second are seen, at most
+    `max_frames`, or with `frames_at: seconds` the frame nearest to each full second. A question
+    with a special token in it, say from a prompt, is not answered.
 
     All questions about a sample share its prefix: system prompt and vision tokens are computed once
     per `ask`, and the questions follow on the cached keys, packed into one row in which a question
@@ -69,6 +70,7 @@ class QwenYesNo(YesNoJudge):
         fps: PositiveFloat = 1.0,
         max_frames: PositiveInt = 24,
         canonical: bool = True,
+        frames_at: Literal["rate", "seconds"] = "rate",
     ):
         if batch_size < 1 or max_frames < 2 or fps <= 0 or max_pixels < _MIN_PIXELS:
             raise ValueError(
@@ -77,13 +79,14 @@ class QwenYesNo(YesNoJudge):
             )
         self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
         self.fps, self.max_frames, self.canonical = fps, max_frames, canonical
+        self.frames_at: Literal["rate", "seconds"] = frames_at
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         )
         self.version = (
             f"{signature(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
-            f"{'canonical' if canonical else 'exact'}"
+            f"{'canonical' if canonical else 'exact'}{' at seconds' * (frames_at == 'seconds')}"
         )
         self._loaded = False
 
@@ -174,6 +177,8 @@ class QwenYesNo(YesNoJudge):
             return [0]
         if len(batch.fps) != len(batch):
             raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
+        if self.frames_at == "seconds":
+            return each_second(total, batch.fps[i], self.max_frames)
         return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)
 
     def _prompt(self, kind: str, question: str) -> str:

@@ -42,6 +42,8 @@ from flowalign.types.request import Reference, Request, plain_requests, prompts_
 from flowalign.types.reward import (
     Backbone,
     Column,
+    Fit,
+    Fittable,
     Head,
     HeadNetwork,
     Loadable,
@@ -88,6 +90,8 @@ __all__ = [
     "CreditEstimator",
     "Residuals",
     "Examples",
+    "Fit",
+    "Fittable",
     "Head",
     "HeadNetwork",
     "Label",
