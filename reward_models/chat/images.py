@@ -5,13 +5,14 @@ import io
 from collections.abc import Sequence
 from functools import lru_cache
 
+import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from flowalign.types import MediaBatch
 from reward_models.frames import evenly
-from reward_models.pixels import resized
+from reward_models.pixels import CLIP_MEAN, resized
 from reward_models.rule import to_bytes
 
 
@@ -64,3 +65,15 @@ def _png(bits: bytes, width: int, height: int) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (width, height), bits).save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def padded(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
+    """Pad to a square around the centre, with the mean colour that CLIP normalises by."""
+    h, w = frames.shape[-2:]
+    size = max(h, w)
+    levels = [int(255 * mean) / 255 for mean in CLIP_MEAN]
+    colour = torch.tensor(levels).to(frames)[None, :, None, None]
+    square = colour.repeat(len(frames), 1, size, size)
+    top, left = (size - h) // 2, (size - w) // 2
+    square[..., top : top + h, left : left + w] = frames
+    return square
