@@ -2,7 +2,7 @@
 
 The judges of the paper (CogVLM2 fine-tuned on such questions, remote code for an old transformers)
 are not loaded here; any judge answers the lists. Of a video they saw the frame nearest to each full
-second, 24 at most, as a `QwenYesNo` with `frames_at: seconds` does. Two features of the release are
+second, 24 at most, as a `QwenYesNo` with `fps: seconds` does. Two features of the release are
 kept: harmlessness counts only where there is a human body, and `mean` divides by the number of
 questions.
 

@@ -49,7 +49,7 @@ class QwenYesNo(YesNoJudge):
     P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
     space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
     `max_pixels`; of a video, about `fps` evenly spaced frames per second are seen, at most
-    `max_frames`, or with `frames_at: seconds` the frame nearest to each full second. A question
+    `max_frames`, or with `fps: seconds` the frame nearest to each full second. A question
     with a special token in it, say from a prompt, is not answered.
 
     All questions about a sample share its prefix: system prompt and vision tokens are computed once
@@ -67,26 +67,26 @@ class QwenYesNo(YesNoJudge):
         dtype: Dtype = "bfloat16",
         batch_size: PositiveInt = 4,
         max_pixels: PositiveInt = 768 * 28 * 28,
-        fps: PositiveFloat = 1.0,
+        fps: PositiveFloat | Literal["seconds"] = 1.0,
         max_frames: PositiveInt = 24,
         canonical: bool = True,
-        frames_at: Literal["rate", "seconds"] = "rate",
     ):
-        if batch_size < 1 or max_frames < 2 or fps <= 0 or max_pixels < _MIN_PIXELS:
+        still = fps != "seconds" and fps <= 0
+        if batch_size < 1 or max_frames < 2 or still or max_pixels < _MIN_PIXELS:
             raise ValueError(
                 f"batch_size {batch_size}, max_frames {max_frames}, fps {fps}, max_pixels "
                 f"{max_pixels}: they must be at least 1, 2, above 0 and at least {_MIN_PIXELS}"
             )
         self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
-        self.fps, self.max_frames, self.canonical = fps, max_frames, canonical
-        self.frames_at: Literal["rate", "seconds"] = frames_at
+        self.fps: float | Literal["seconds"] = fps
+        self.max_frames, self.canonical = max_frames, canonical
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
         )
         self.version = (
             f"{signature(source)} {dtype} {max_pixels} pixels {fps} fps {max_frames} frames "
-            f"{'canonical' if canonical else 'exact'}{' at seconds' * (frames_at == 'seconds')}"
+            f"{'canonical' if canonical else 'exact'}"
         )
         self._loaded = False
 
@@ -177,7 +177,7 @@ class QwenYesNo(YesNoJudge):
             return [0]
         if len(batch.fps) != len(batch):
             raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
-        if self.frames_at == "seconds":
+        if self.fps == "seconds":
             return each_second(total, batch.fps[i], self.max_frames)
         return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)
 

@@ -38,7 +38,6 @@ class Levels(ChatJudge):
         template: str = "levels",
         sampling: Sampling = _SAMPLING,
         square: bool = False,
-        dim: str = "quality",
     ):
         if len(set(levels.values())) < 2 or any(word != word.lower() for word in levels):
             raise ValueError(f"levels {dict(levels)} must be small words with different values")
@@ -55,7 +54,7 @@ class Levels(ChatJudge):
         asked |= {"square": square} if square else {}
         spec = RewardSpec(
             name="levels",
-            dims=(dim,),
+            dims=("quality",),
             modality="any",
             scale=(min(levels.values()), max(levels.values())),
             licence="that of the served model",
@@ -85,4 +84,4 @@ def deqa(server: Server, sampling: Sampling = _SAMPLING) -> Levels:
     DeQA's own weights are code for transformers 4 and need a server of their own; any served model
     answers the same question otherwise.
     """
-    return Levels(server, DEQA_LEVELS, sampling=sampling, square=True, dim="deqa")
+    return Levels(server, DEQA_LEVELS, sampling=sampling, square=True)

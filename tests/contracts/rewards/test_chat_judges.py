@@ -551,7 +551,7 @@ def test_deqa_is_the_expected_level_of_a_square_and_a_meter_of_drift(serve):
     media = media.expand(1, 4, 3, 3, 9)
     assert meter.score(MediaBatch(media[:, :1], ["a"])).values.tolist() == [[pytest.approx(4.2)]]
     drift = Drift(meter, share=0.25)
-    assert drift.spec.dims == ("deqa_drift",)
+    assert drift.spec.dims == ("quality_drift",)
     output = drift.score(MediaBatch(media, ["a"]))
     assert output.values.item() == pytest.approx(-4 * (204 - 153) / 255, abs=1e-5)
     assert padded(torch.ones(2, 3, 5, 2)).shape == (2, 3, 5, 5)

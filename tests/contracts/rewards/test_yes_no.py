@@ -132,7 +132,7 @@ def test_only_frames_at_the_wanted_rate_are_seen(folders):
 
 def test_a_frame_of_each_full_second_is_seen_as_vision_reward_has_it(folders):
     folder = str(folders["qwen3_vl"])
-    judge = QwenYesNo(folder, device="cpu", dtype="float32", frames_at="seconds")
+    judge = QwenYesNo(folder, device="cpu", dtype="float32", fps="seconds")
     batch = replace(pictures(9), fps=(4.0, 2.0, 9.0))
     assert [judge._frames(batch, i) for i in range(3)] == [[0, 4, 8], [0, 2, 4, 6, 8], [0, 8]]
     plain = QwenYesNo(folder, device="cpu", dtype="float32")
