@@ -63,8 +63,8 @@ class IXCReward(RuleReward, Loadable):
             return
         from transformers import AutoModel, AutoTokenizer
 
-        given = {"trust_remote_code": True}
-        self.model = AutoModel.from_pretrained(self.path, dtype=torch.float16, **given)
+        given: dict[str, Any] = {"trust_remote_code": True}  # and the words of transformers 4
+        self.model = AutoModel.from_pretrained(self.path, torch_dtype=torch.float16, **given)
         self.model.to(self.device).eval()
         self.model.tokenizer = AutoTokenizer.from_pretrained(self.path, **given)
         self._loaded = True

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -30,10 +30,12 @@ def data_urls(pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h 
     return [data_url(picture) for picture in pictures]
 
 
-def shown(sample: MediaBatch, most: int = 1) -> list[str]:
-    """Encode at most `most` evenly spaced frames of a batch of one, first and last included."""
+def shown(
+    sample: MediaBatch, most: int = 1, choose: Callable[[int, int], list[int]] = evenly
+) -> list[str]:
+    """Encode at most `most` frames of a batch of one: evenly spaced, first and last included."""
     video = sample.media[0].detach()
-    return data_urls(video[evenly(len(video), min(most, len(video)))])
+    return data_urls(video[choose(len(video), min(most, len(video)))])
 
 
 def source(sample: MediaBatch) -> list[str]:

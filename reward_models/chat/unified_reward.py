@@ -30,7 +30,7 @@ from reward_models.chat.unified_answers import (
     shares_of_two,
     thoughts_about,
 )
-from reward_models.frames import parts
+from reward_models.frames import evenly, parts
 
 AXES = ("alignment", "coherence", "style")
 VIDEO_AXES = ("alignment", "physics", "style")
@@ -123,6 +123,8 @@ class _PairForm:
     dims: tuple[str, ...]
     read: Callable[[str], list[float]]
     modality: Literal["image", "video", "any"] = "any"
+    choose: Callable[[int, int], list[int]] = evenly
+    """Chooses the frames of a video."""
 
 
 def _think(text: str, *names: str) -> list[float]:
@@ -149,7 +151,9 @@ _PAIR_FORMS = {
         lambda t: _think(t, "semantic", "temporal", "authenticity"),
         "video",
     ),
-    "score": _PairForm("unified_reward_pair_score", AXES, lambda t: shares_of_two(t, AXES)),
+    "score": _PairForm(
+        "unified_reward_pair_score", AXES, lambda t: shares_of_two(t, AXES), choose=parts
+    ),
     "flex": _PairForm(
         "unified_reward_flex", ("overall", "semantic", "quality", "aesthetics"), report_of_two
     ),
@@ -194,7 +198,7 @@ class UnifiedRewardPair(PairJudge):
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with both."""
-        one, two = shown(first, self.frames), shown(second, self.frames)
+        one, two = (shown(x, self.frames, self.form.choose) for x in (first, second))
         return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:

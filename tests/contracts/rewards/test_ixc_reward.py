@@ -64,7 +64,7 @@ def test_the_prompt_is_the_answer_that_is_scored(stand_in):
     assert (shape, tiles) == ((8, 12, 3), 4)
     path, settings = stand_in[0]
     assert path == "internlm/internlm-xcomposer2d5-7b-reward"
-    assert settings == {"trust_remote_code": True, "dtype": torch.float16}
+    assert settings == {"trust_remote_code": True, "torch_dtype": torch.float16}
 
 
 def test_what_every_reward_promises():

@@ -216,6 +216,18 @@ def test_a_video_is_scored_by_the_first_frames_of_sixteen_equal_parts(serve):
     assert levels(serve.running[0].requests[1]) == [0, 1]
 
 
+def test_videos_are_compared_by_the_frames_that_each_release_takes(serve):
+    media = torch.arange(2 * 9.0)[:, None, None, None].expand(-1, 3, 8, 8).unflatten(0, (2, 9))
+    batch = MediaBatch(media / 255, ["a", "a"], groups=[0, 0])
+    for form, text, wanted in (
+        ("score", SHARES.replace("Image", "Video"), [0, 3, 6, 9, 12, 15]),
+        ("think", THOUGHTS, [0, 4, 8, 9, 13, 17]),
+    ):
+        server = serve(lambda r, text=text: text)
+        WinRate(UnifiedRewardPair(server, form, frames=3), "one").score(batch)
+        assert levels(serve.running[-1].requests[0]) == wanted
+
+
 def test_a_dimension_that_is_missing_fails_alone(serve):
     judge = UnifiedRewardPoint(
         serve(lambda r: "Alignment Score (1-5): 2\nStyle Score (1-5): 3"),
