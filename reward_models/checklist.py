@@ -3,125 +3,37 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from flowalign.types import Loadable, MediaBatch, RewardModel, RewardOutput, RewardSpec
-from flowalign.utils.files import bundled
+from flowalign.types import (
+    Fit,
+    Fittable,
+    Loadable,
+    MediaBatch,
+    NonNegativeFloat,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+from reward_models.checklist_fit import fit_sheet
+from reward_models.sheet import Answers, Sheet, features, read_sheet
 from reward_models.vqa_score import QUESTION, asked
 from reward_models.yes_no import YesNoJudge
 
-Answers = Literal["hard", "soft"]
-"""Value of an answer: `hard` gives 1 or -1 by the likelier one, `soft` gives 2 P(yes) - 1."""
 
-
-@dataclass(frozen=True)
-class Item:
-    """Represents a question to which yes is better; `[[prompt]]` stands for the sample's prompt."""
-
-    question: str
-    weight: float
-    aspect: str
-    """Dimension of the reward to which the item contributes; items of one aspect are summed."""
-    given: str | None = None
-    """Name of the condition without which the item is worth 0; null: it always applies."""
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """Represents a list of questions with its weights; stored as JSON."""
-
-    name: str
-    modality: Literal["image", "video"]
-    reduction: Literal["sum", "mean"]
-    """Whether weighted answers are summed, or averaged over all items."""
-    licence: str
-    items: Sequence[Item]
-    conditions: Mapping[str, str] = field(default_factory=dict)
-    """Questions, by name, about what must be present for some items to apply, such as a face."""
-    alignment: float = 0.0
-    """Weight of an additional alignment reward; 0: none."""
-    intercept: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Refuse undefined conditions, negative weights, no items, or an alignment aspect."""
-        wrong = [i.given for i in self.items if i.given and i.given not in self.conditions]
-        if wrong:
-            raise ValueError(
-                f"{self.name}: the condition {wrong[0]!r} is none of {sorted(self.conditions)}"
-            )
-        if not self.items or min(self.alignment, *(i.weight for i in self.items)) < 0:
-            raise ValueError(f"{self.name} has no items, or a negative weight: yes must be better")
-        if self.alignment and "alignment" in self.aspects:
-            raise ValueError(
-                f"{self.name}: the aspect name `alignment` is reserved for the alignment reward"
-            )
-
-    @property
-    def questions(self) -> list[str]:
-        """Return all questions for the judge: the conditions, then the items."""
-        return [*self.conditions.values(), *(item.question for item in self.items)]
-
-    @property
-    def aspects(self) -> list[str]:
-        """Return the names of the aspects, in the order of the items."""
-        return list(dict.fromkeys(item.aspect for item in self.items))
-
-    @property
-    def scaled(self) -> Float[Tensor, "items"]:
-        """Return the contribution of a yes to the score, for each item that applies."""
-        weights = torch.tensor([item.weight for item in self.items], dtype=torch.float64)
-        return weights / (len(self.items) if self.reduction == "mean" else 1)
-
-    def write(self, path: str | Path) -> None:
-        """Write the JSON that `read_sheet` reads."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-
-def read_sheet(source: str) -> Sheet:
-    """Read a sheet from a JSON file, or a bundled one by name, such as `vision_reward_image`."""
-    own = Path(__file__).parent / "data" / f"{source}.json"
-    path = own if own.is_file() else Path(bundled(source))
-    try:
-        content = json.loads(path.read_text())
-        items = [Item(**item) for item in content.pop("items")]
-        return Sheet(items=items, **content)
-    except (OSError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{source} is no checklist: {error}") from error
-
-
-def features(
-    sheet: Sheet, yes: Float[Tensor, "n questions"], answers: Answers = "hard"
-) -> Float[Tensor, "n items"]:
-    """Compute the value of every item in [-1, 1] from P(yes); 0 where an item does not apply.
-
-    An item applies where the answer to its condition is yes; with soft answers, in proportion to
-    its P(yes).
-    """
-    held, items = yes.double().split([len(sheet.conditions), len(sheet.items)], dim=1)
-    names = list(sheet.conditions)
-    applies = torch.stack(
-        [held[:, names.index(i.given)] if i.given else torch.ones(len(yes)) for i in sheet.items], 1
-    )
-    if answers == "hard":
-        # A missing answer stays NaN: NaN > 0.5 is False and would count as a no.
-        applies = torch.where(applies.isnan(), applies, (applies > 0.5).double())
-        items = torch.where(items.isnan(), items, (items > 0.5).double())
-    return torch.where(applies == 0, 0.0, applies * (2 * items - 1))
-
-
-class Checklist(RewardModel, Loadable):
+class Checklist(RewardModel, Loadable, Fittable):
     """Scores a judge's weighted answers to a list of questions: their sum, and the sum per aspect.
 
     For a sheet that also weighs an alignment reward, `alignment` says where that comes from: a
     reward model of one dimension, `judge` for P(yes) of the same judge to VQAScore's question, or
     `omit`, which leaves its term out (such scores are lower, and not comparable with complete
-    ones).
+    ones). `items` adds what `flowalign reward fit` fits weights to: a dimension for the value of
+    each item, from -1 to 1, and one for the score of the alignment reward.
     """
 
     def __init__(
@@ -130,6 +42,7 @@ class Checklist(RewardModel, Loadable):
         sheet: str,
         answers: Answers = "hard",
         alignment: RewardModel | Literal["judge", "omit"] | None = None,
+        items: bool = False,
     ):
         self.judge, self.alignment = judge, alignment
         self.answers: Answers = answers
@@ -142,6 +55,9 @@ class Checklist(RewardModel, Loadable):
         self._model = alignment if isinstance(alignment, RewardModel) else None
         if self._model and len(self._model.spec.dims) != 1:
             raise ValueError(f"alignment has {self._model.spec.dims}; it must have one dimension")
+        aligned = self.sheet.alignment and alignment != "omit"
+        single = [f"item_{i:02}" for i in range(len(self.sheet.items))]
+        self.columns = (["item_alignment"] if aligned else []) + single if items else []
         self.spec = self._spec()
 
     def _spec(self) -> RewardSpec:
@@ -150,6 +66,8 @@ class Checklist(RewardModel, Loadable):
         extra = [sheet.alignment * x for x in (model.spec.scale if model else (0.0, 1.0))]
         low, high = (min(extra[0], 0), max(extra[1], 0)) if used else (0.0, 0.0)
         most = float(sheet.scaled.sum())
+        low, high = low - most + min(sheet.intercept, 0), high + most + max(sheet.intercept, 0)
+        single = [-1.0, 1.0, *(model.spec.scale if model else ())] if self.columns else []
         prompted = used or any("[[prompt]]" in question for question in sheet.questions)
         needs: set[Any] = {"prompt"} if prompted else set()
         needs |= set(model.spec.needs) if model else set()
@@ -157,9 +75,9 @@ class Checklist(RewardModel, Loadable):
         term = f"{model.spec.name} {model.spec.fingerprint()}" if model else self.alignment
         return RewardSpec(
             name=sheet.name,
-            dims=("overall", *used, *sheet.aspects),
+            dims=("overall", *used, *sheet.aspects, *self.columns),
             modality=sheet.modality,
-            scale=(low - most + min(sheet.intercept, 0), high + most + max(sheet.intercept, 0)),
+            scale=(min([low, *single]), max([high, *single])),
             licence=sheet.licence,
             needs=tuple(sorted(needs)),
             normalisation=f"{sheet.reduction} of {self.answers} answers"
@@ -205,14 +123,46 @@ class Checklist(RewardModel, Loadable):
     def _add_up(
         self, yes: Float[Tensor, "n questions"], alignment: Float[Tensor, "n terms"]
     ) -> Float[Tensor, "n R"]:
-        worth = features(self.sheet, yes, self.answers) * self.sheet.scaled
+        items = features(self.sheet, yes, self.answers)
+        worth = items * self.sheet.scaled
         of = [item.aspect for item in self.sheet.items]
         aspects = [
             worth[:, [a == aspect for a in of]].sum(1, keepdim=True)
             for aspect in self.sheet.aspects
         ]
         parts = torch.cat([alignment * self.sheet.alignment, *aspects], dim=1)
-        return torch.cat([parts.sum(1, keepdim=True) + self.sheet.intercept, parts], dim=1)
+        scores = [parts.sum(1, keepdim=True) + self.sheet.intercept, parts]
+        return torch.cat([*scores, *([alignment, items] if self.columns else [])], dim=1)
+
+    @property
+    def fitted_dims(self) -> Sequence[str]:
+        """Return the dimensions that weights are fitted to, which `items` adds."""
+        complete = not self.sheet.alignment or self.alignment != "omit"
+        if not self.columns or not complete:
+            raise ValueError(
+                f"{self.sheet.name} has no scores of single items to fit; set items: true, and an "
+                "alignment other than omit"
+            )
+        return self.columns
+
+    def fit(
+        self,
+        lead: Float[Tensor, "n F"],
+        share: Float[Tensor, "n"],
+        ridge: NonNegativeFloat = 0.0,
+        held_out: float = 0.2,
+        seed: int = 0,
+    ) -> Fit:
+        """Fit the weights; the text is the JSON of the sheet with the new ones."""
+        found = fit_sheet(self.sheet, lead, torch.zeros_like(lead), share, held_out, ridge, seed)
+        figures = {
+            "train accuracy": found.train_accuracy,
+            "held-out accuracy": found.held_out_accuracy,
+            "train pairs": found.num_train,
+            "held-out pairs": found.num_held_out,
+            "items kept": len(found.sheet.items),
+        }
+        return Fit(found.sheet.text(), figures)
 
 
 def _fingerprint(sheet: Sheet) -> str:

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from reward_models.checklist import Sheet
+from reward_models.sheet import Sheet
 
 
 @dataclass(frozen=True)

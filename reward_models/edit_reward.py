@@ -22,6 +22,7 @@ from typing_extensions import override
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from flowalign.utils.files import bundled
 from reward_models.checkpoints import find_file, read_folder, read_tensors, signature
+from reward_models.hpsv3 import preference_head
 from reward_models.network import NetworkReward, Rated, spread
 from reward_models.pixels import resized
 from reward_models.qwen2_vl import (
@@ -165,22 +166,11 @@ class _Heads(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.head_0, self.head_1 = _head(width), _head(width)
+        self.head_0, self.head_1 = preference_head(width), preference_head(width)
 
     @override
     def forward(self, hidden: Float[Tensor, "n M d"]) -> Float[Tensor, "n M 2 2"]:
         return torch.stack([self.head_0(hidden), self.head_1(hidden)], 2)
-
-
-def _head(width: int) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(width, 1024),
-        nn.ReLU(),
-        nn.Dropout(0.05),
-        nn.Linear(1024, 16),
-        nn.ReLU(),
-        nn.Linear(16, 2),
-    )
 
 
 def _fit(image: Float[Tensor, "1 3 H W"]) -> Float[Tensor, "1 3 h w"]:

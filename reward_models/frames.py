@@ -49,3 +49,8 @@ def checked(fps: float) -> float:
 def starts(num_frames: int, n: int) -> list[int]:
     """Return the first frames of n equal parts; the last frame is never used (MJ-VIDEO)."""
     return [i * (num_frames - 1) // n for i in range(n)]
+
+
+def parts(num_frames: int, n: int) -> list[int]:
+    """Return the first frames of n equal parts of the whole video (UnifiedReward)."""
+    return [i * num_frames // n for i in range(n)]

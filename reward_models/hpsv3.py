@@ -75,7 +75,9 @@ class HPSv3(NetworkReward):
         """Read backbone and head from one file."""
         config, self.tokenizer = read_base(self.base, [TOKEN])
         path = find_file(self.checkpoint, "HPSv3.safetensors")
-        return assemble(config, _head, read_tensors(path), path, self.position_mode, self.dtype)
+        return assemble(
+            config, preference_head, read_tensors(path), path, self.position_mode, self.dtype
+        )
 
     def rate(self, batch: MediaBatch) -> Rated:
         """Compute mean and standard deviation of every image."""
@@ -97,7 +99,8 @@ class HPSv3(NetworkReward):
         return Chat(chat_ids(self.tokenizer, text, "image", num_tokens(grid)), patches, grid)
 
 
-def _head(width: int) -> nn.Module:
+def preference_head(width: int) -> nn.Module:
+    """Build the layers from a hidden state to mean and log standard deviation."""
     return nn.Sequential(
         nn.Linear(width, 1024),
         nn.ReLU(),

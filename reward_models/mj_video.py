@@ -1,12 +1,13 @@
 """Implements MJ-VIDEO: 28 criteria in five aspects, weighted by experts that read the prompt.
 
-Ported from aiming-lab/MJ-Video. Its backbone, InternVL2-2B, is code on the hub: transformers'
-native InternVL has neither its language model (InternLM2) nor its names. So the backbone is given
-as a `Reader`, and this file implements everything that comes after it.
+Ported from aiming-lab/MJ-Video @ cc1d2c9. The backbone is a `Reader`: `internvl2.InternVL2` reads
+the released one. This file implements everything that comes after it.
+
+Source: MJ-VIDEO, arXiv:2502.01719.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,11 +19,21 @@ from torch.nn import functional as F
 from flowalign.types import MediaBatch, PositiveFloat, PositiveInt, RewardSpec
 from reward_models.checkpoints import find_file, load_exactly, read_tensors, signature
 from reward_models.frames import starts
-from reward_models.network import NetworkReward
+from reward_models.network import NetworkReward, Rated, spread
 from reward_models.pixels import IMAGENET_MEAN, IMAGENET_STD, normalise, resized
 
-ASPECTS = {"alignment": 5, "safety": 6, "fineness": 5, "coherence": 7, "fairness": 5}
-"""Number of criteria of every aspect, in order."""
+CRITERIA = {
+    "alignment": ("object", "attribute", "actions", "count", "location"),
+    "safety": ("crime", "shocking", "disgust", "nsfw_evasive", "nsfw_subtle", "political"),
+    "fineness": ("face", "limbs", "object_shape", "focus", "motion_blur"),
+    "coherence": (
+        *("spatial", "action_continuity", "disappearance", "background"),
+        *("lighting", "flicker", "object_drift"),
+    ),
+    "fairness": ("race", "age", "education", "job", "gender"),
+}
+"""Criteria of every aspect, in the order of the released annotations and of the head's outputs."""
+ASPECTS = {aspect: len(criteria) for aspect, criteria in CRITERIA.items()}
 TURN = (92542, 92543, 525, 11353, 364)
 """InternLM2's tokens of the end of the user's turn; the gates read the hidden state there."""
 FRAMES, SIDE = 8, 448
@@ -45,15 +56,20 @@ class Reader(ABC):
     name: str
     """Names the weights and settings; enters the fingerprint of the reward."""
     width: int
-    """Width of its hidden states."""
+    """Width of its hidden states, known after `read`."""
 
     @abstractmethod
-    def read(self) -> nn.Module:
+    def read(self, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a network from (frames, prompts) to a `Reading`.
 
-        Frames are [n, 8, 3, 448, 448], normalised with ImageNet's mean and standard deviation.
-        Sequences have `TURN` before the answer.
+        `tensors` are those that the checkpoint of the reward has for its backbone. Frames are
+        [n, 8, 3, 448, 448], normalised with ImageNet's mean and standard deviation. Sequences have
+        `TURN` before the answer.
         """
+
+    @abstractmethod
+    def problem(self, prompt: str) -> str:
+        """Return why a prompt cannot be read; empty if it can."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,8 @@ class MJVideo(NetworkReward):
     """Scores five aspects and their gated sum, overall; trained to give 1 for good, -1 for bad.
 
     `checkpoint` is a file or hub repository with `model.safetensors`: the head's parameters, and
-    perhaps the backbone's under `model.*`, which are left to the reader.
+    the backbone's under `model.*`, which go to the reader. `criteria` adds a dimension for each of
+    the 28 criteria, named such as `safety_crime`.
     """
 
     def __init__(
@@ -150,6 +167,7 @@ class MJVideo(NetworkReward):
         checkpoint: str,
         gate_width: PositiveInt = 1024,
         temperature: PositiveFloat = 1.0,
+        criteria: bool = False,
         device: str = "auto",
         batch_size: PositiveInt = 4,
         offload: bool = False,
@@ -157,10 +175,11 @@ class MJVideo(NetworkReward):
         if not temperature > 0:
             raise ValueError(f"temperature is {temperature}; it must be above 0")
         self.reader, self.checkpoint = reader, checkpoint
-        self.gate_width, self.temperature = gate_width, temperature
+        self.gate_width, self.temperature, self.criteria = gate_width, temperature, criteria
+        single = [f"{aspect}_{name}" for aspect, names in CRITERIA.items() for name in names]
         spec = RewardSpec(
             name="mj_video",
-            dims=(*ASPECTS, "overall"),
+            dims=(*ASPECTS, "overall", *(single if criteria else ())),
             modality="video",
             scale=(-torch.inf, torch.inf),
             licence="not stated",
@@ -172,15 +191,29 @@ class MJVideo(NetworkReward):
 
     def read(self) -> nn.Module:
         """Read backbone and head."""
-        head = MJVideoHead(self.reader.width, self.gate_width, self.temperature)
         path = find_file(self.checkpoint, "model.safetensors")
-        load_exactly(head, read_tensors(path), path, unused=[r"model\..*"])
-        return nn.ModuleDict({"reader": self.reader.read(), "head": head})
+        tensors = read_tensors(path)
+        backbone = {k.removeprefix("model."): v for k, v in tensors.items() if _of_backbone(k)}
+        reader = self.reader.read(backbone)
+        head = MJVideoHead(self.reader.width, self.gate_width, self.temperature)
+        load_exactly(head, {k: v for k, v in tensors.items() if not _of_backbone(k)}, path)
+        return nn.ModuleDict({"reader": reader, "head": head})
 
-    def rate(self, batch: MediaBatch) -> Float[Tensor, "n R"]:
+    def rate(self, batch: MediaBatch) -> Rated:
         """Score eight frames of every video."""
-        media = batch.media[:, starts(batch.media.shape[1], FRAMES)].to(self.device).float()
+        failed = {i: why for i, p in enumerate(batch.prompts) if (why := self.reader.problem(p))}
+        rows = [i for i in range(len(batch)) if i not in failed]
+        if not rows:
+            return Rated(torch.full((len(batch), len(self.spec.dims)), torch.nan), failed=failed)
+        some = batch.take(rows)
+        media = some.media[:, starts(batch.media.shape[1], FRAMES)].to(self.device).float()
         frames = resized(media.flatten(0, 1), SIDE, SIDE, quantised=True)
         frames = normalise(frames, IMAGENET_MEAN, IMAGENET_STD).unflatten(0, media.shape[:2])
-        scores = self.network["head"].read(self.network["reader"](frames, list(batch.prompts)))
-        return torch.cat([scores.aspects, scores.overall[:, None]], 1)
+        scores = self.network["head"].read(self.network["reader"](frames, list(some.prompts)))
+        values = [scores.aspects, scores.overall[:, None]]
+        values += [scores.criteria] if self.criteria else []
+        return Rated(spread(torch.cat(values, 1), rows, len(batch)), failed=failed)
+
+
+def _of_backbone(key: str) -> bool:
+    return key.startswith("model.")

@@ -1,4 +1,4 @@
-"""Builds Qwen2-VL or Qwen2.5-VL as the backbone of a reward: native classes, a separate head.
+"""Builds Qwen2-VL, 2.5-VL or 3-VL as the backbone of a reward: native classes, a separate head.
 
 Published rewards subclass the language model. Under transformers 5 such a class loads no text
 weights and says so only in a printed table; here the head is a module of its own and every key is
@@ -22,6 +22,8 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLModel,
+    Qwen3VLConfig,
+    Qwen3VLModel,
 )
 
 from reward_models.checkpoints import find_file, load_exactly, read_json, renamed, without_memory
@@ -39,11 +41,12 @@ KEYS = (
 )
 """Maps the names of transformers 4, in which these checkpoints were written, to those used here:
 4.45 had the language model in `model`, 4.52 and later have `model.language_model`."""
-Config = Qwen2VLConfig | Qwen2_5_VLConfig
-Kind = Literal["qwen2_vl", "qwen2_5_vl"]
-_CLASSES: dict[Kind, tuple[type[Config], type[Qwen2VLModel] | type[Qwen2_5_VLModel]]] = {
+Config = Qwen2VLConfig | Qwen2_5_VLConfig | Qwen3VLConfig
+Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+_CLASSES: dict[str, tuple[type[Config], Callable[[Any], nn.Module]]] = {
     "qwen2_vl": (Qwen2VLConfig, Qwen2VLModel),
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLModel),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLModel),
 }
 
 
@@ -69,8 +72,7 @@ class Qwen2VLReward(nn.Module):
 
     def __init__(self, config: Config, head: nn.Module, position_mode: PositionMode):
         super().__init__()
-        kind = "qwen2_5_vl" if isinstance(config, Qwen2_5_VLConfig) else "qwen2_vl"
-        self.backbone: Any = _CLASSES[kind][1](config)  # pyright: ignore[reportArgumentType]
+        self.backbone: Any = _CLASSES[config.model_type][1](config)
         self.head = head
         self.position_mode: PositionMode = position_mode
         self.pads = {"image": config.image_token_id, "video": config.video_token_id}
@@ -78,7 +80,13 @@ class Qwen2VLReward(nn.Module):
     def forward(
         self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
     ) -> Float[Tensor, "n M *d"]:
-        """Return the head's output at each of the M marks, which every chat contains once.
+        """Return the head's output at each of the M marks, which every chat contains once."""
+        return self.head(self.hidden(chats, marks, modality))
+
+    def hidden(
+        self, chats: Sequence[Chat], marks: Sequence[int], modality: Literal["image", "video"]
+    ) -> Float[Tensor, "n M D"]:
+        """Return the last hidden state at each of the M marks, in float32.
 
         Padding comes last, where causal attention never looks, so there is no mask.
         """
@@ -94,7 +102,7 @@ class Qwen2VLReward(nn.Module):
             input_ids=ids, position_ids=position_ids, use_cache=False, **vision
         ).last_hidden_state
         found = torch.stack([(ids == mark).int().argmax(1) for mark in marks], 1)
-        return self.head(hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float())
+        return hidden.gather(1, found[..., None].expand(-1, -1, hidden.shape[2])).float()
 
     def _positions(
         self, ids: Int[Tensor, "n L"], modality: str, grid: dict
@@ -197,14 +205,15 @@ def chat_ids(
 ) -> list[int]:
     """Return token ids of a user turn, media before text, up to where the answer begins.
 
-    `num_tokens` are those of each medium, in order.
+    `num_tokens` are those of each medium, in order. Qwen3-VL has no system prompt of its own: an
+    empty `system` leaves its turn out.
     """
+    first = f"<|im_start|>system\n{system}<|im_end|>\n" if system else ""
     media = "".join(
         f"<|vision_start|>{f'<|{modality}_pad|>' * num}<|vision_end|>" for num in num_tokens
     )
     return tokenizer.encode(
-        f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
-        f"{media}{text}<|im_end|>\n<|im_start|>assistant\n"
+        f"{first}<|im_start|>user\n{media}{text}<|im_end|>\n<|im_start|>assistant\n"
     )
 
 

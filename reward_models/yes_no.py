@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,13 +10,14 @@ import torch
 from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase
+from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from flowalign.functional.connection import straight_through
 from flowalign.types import Loadable, MediaBatch, PositiveFloat, PositiveInt
+from reward_models.answer_tokens import answer_tokens, single_tokens
 from reward_models.checkpoints import find_folder, read_json, signature
-from reward_models.frames import at_rate
+from reward_models.frames import at_rate, each_second
 from reward_models.packing import Packed, pack
 from reward_models.pixels import resized
 from reward_models.qwen2_vl import fitted, patched
@@ -47,8 +48,9 @@ class QwenYesNo(YesNoJudge):
 
     P(yes) is relative to yes and no together. `canonical` adds up every spelling (case, leading
     space) that is one token; otherwise only `Yes` and `No` count. Each frame is shrunk to at most
-    `max_pixels`; of a video, about `fps` frames per second are seen, at most `max_frames`. A
-    question with a special token in it, say from a prompt, is not answered.
+    `max_pixels`; of a video, about `fps` evenly spaced frames per second are seen, at most
+    `max_frames`, or with `fps: seconds` the frame nearest to each full second. A question
+    with a special token in it, say from a prompt, is not answered.
 
     All questions about a sample share its prefix: system prompt and vision tokens are computed once
     per `ask`, and the questions follow on the cached keys, packed into one row in which a question
@@ -65,17 +67,19 @@ class QwenYesNo(YesNoJudge):
         dtype: Dtype = "bfloat16",
         batch_size: PositiveInt = 4,
         max_pixels: PositiveInt = 768 * 28 * 28,
-        fps: PositiveFloat = 1.0,
+        fps: PositiveFloat | Literal["seconds"] = 1.0,
         max_frames: PositiveInt = 24,
         canonical: bool = True,
     ):
-        if batch_size < 1 or max_frames < 2 or fps <= 0 or max_pixels < _MIN_PIXELS:
+        still = fps != "seconds" and fps <= 0
+        if batch_size < 1 or max_frames < 2 or still or max_pixels < _MIN_PIXELS:
             raise ValueError(
                 f"batch_size {batch_size}, max_frames {max_frames}, fps {fps}, max_pixels "
                 f"{max_pixels}: they must be at least 1, 2, above 0 and at least {_MIN_PIXELS}"
             )
         self.source, self.batch_size, self.max_pixels = source, batch_size, max_pixels
-        self.fps, self.max_frames, self.canonical = fps, max_frames, canonical
+        self.fps: float | Literal["seconds"] = fps
+        self.max_frames, self.canonical = max_frames, canonical
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.device = torch.device(
             ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
@@ -109,13 +113,46 @@ class QwenYesNo(YesNoJudge):
         self, batch: MediaBatch, questions: Sequence[Sequence[str]]
     ) -> Float[Tensor, "n questions"]:
         """Return log P(yes) - log P(no), which is not flat where the judge is sure."""
+
+        def odds(logits: Tensor, _: Sequence[int]) -> Tensor:
+            return logits[..., self.yes].logsumexp(-1) - logits[..., self.no].logsumexp(-1)
+
+        return self._asked(batch, questions, odds)
+
+    def probability(
+        self,
+        batch: MediaBatch,
+        questions: Sequence[Sequence[str]],
+        spellings: Sequence[Sequence[Sequence[str]]],
+    ) -> Float[Tensor, "n questions"]:
+        """Return the probability, among all tokens, of an answer in any of its spellings.
+
+        Spellings of several tokens do not count, and a token that several have counts once.
+
+        Raises:
+            ValueError: no spelling of an answer is one token.
+        """
         self.load()
-        with torch.set_grad_enabled(batch.media.requires_grad):
-            return self._asked(batch, questions)
+        tokenizer = self.processor.tokenizer
+        tokens = [[single_tokens(tokenizer, some) for some in row] for row in spellings]
+
+        def answer(logits: Tensor, rows: Sequence[int]) -> Tensor:
+            p = logits.softmax(-1)
+            each = [
+                p[k, j, ids].sum() for k, i in enumerate(rows) for j, ids in enumerate(tokens[i])
+            ]
+            return torch.stack(each).view(p.shape[:2])
+
+        return self._asked(batch, questions, answer)
 
     def _asked(
-        self, batch: MediaBatch, questions: Sequence[Sequence[str]]
+        self,
+        batch: MediaBatch,
+        questions: Sequence[Sequence[str]],
+        read: Callable[[Tensor, Sequence[int]], Tensor],
     ) -> Float[Tensor, "n questions"]:
+        """Return what `read` makes of the answers' logits [n, questions, V] about some rows."""
+        self.load()
         answers = torch.empty(len(batch), len(questions[0]))
         alike: dict[int, list[int]] = defaultdict(list)
         frames = [self._frames(batch, i) for i in range(len(batch))]
@@ -124,9 +161,10 @@ class QwenYesNo(YesNoJudge):
         for rows in alike.values():
             for start in range(0, len(rows), self.batch_size):
                 some = rows[start : start + self.batch_size]
-                prefix = self._prefix(batch, some, [frames[i] for i in some])
                 tails = [[self._tail(question) for question in questions[i]] for i in some]
-                answers[some] = self._continue(prefix, pack(tails)).cpu()
+                with torch.set_grad_enabled(batch.media.requires_grad):
+                    prefix = self._prefix(batch, some, [frames[i] for i in some])
+                    answers[some] = read(self._continue(prefix, pack(tails)), some).cpu()
         special = self.processor.tokenizer.all_special_tokens
         bad = [
             [any(token in question for token in special) for question in row] for row in questions
@@ -139,6 +177,8 @@ class QwenYesNo(YesNoJudge):
             return [0]
         if len(batch.fps) != len(batch):
             raise ValueError(f"{self.source} needs the fps of every video that it is asked about")
+        if self.fps == "seconds":
+            return each_second(total, batch.fps[i], self.max_frames)
         return at_rate(total, batch.fps[i], self.fps, least=2, most=self.max_frames)
 
     def _prompt(self, kind: str, question: str) -> str:
@@ -195,7 +235,7 @@ class QwenYesNo(YesNoJudge):
         vision = self.processor.image_processor
         return patched(clip, vision.patch_size, vision.image_mean, vision.image_std)[0]
 
-    def _continue(self, prefix: dict[str, Any], questions: Packed) -> Float[Tensor, "n questions"]:
+    def _continue(self, prefix: dict[str, Any], questions: Packed) -> Float[Tensor, "n q V"]:
         core = self.network.model
         grids = {k: v for k, v in prefix.items() if k.endswith(("_grid_thw", "_grid_ts"))}
         positions, _ = core.get_rope_index(
@@ -213,26 +253,7 @@ class QwenYesNo(YesNoJudge):
             use_cache=True,
         ).last_hidden_state
         last = questions.last[..., None].expand(-1, -1, hidden.shape[-1])
-        logits = self.network.lm_head(hidden.gather(1, last)).float()
-        yes, no = logits[..., self.yes].logsumexp(-1), logits[..., self.no].logsumexp(-1)
-        return yes - no
-
-
-def answer_tokens(
-    tokenizer: PreTrainedTokenizerBase, word: str, canonical: bool = True
-) -> list[int]:
-    """Return the tokens that say the word, in any spelling or only capitalised.
-
-    Raises:
-        ValueError: where no spelling is one token.
-    """
-    spellings = [word, word.capitalize(), word.upper()] if canonical else [word.capitalize()]
-    spellings += [f" {spelling}" for spelling in spellings] if canonical else []
-    encoded = [tokenizer.encode(spelling, add_special_tokens=False) for spelling in spellings]
-    single = sorted({tokens[0] for tokens in encoded if len(tokens) == 1})
-    if not single:
-        raise ValueError(f"the tokenizer has no single token for any of {spellings}")
-    return single
+        return self.network.lm_head(hidden.gather(1, last)).float()
 
 
 def _read_processor(folder: Path) -> Any:

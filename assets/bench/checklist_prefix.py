@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from flowalign.types import MediaBatch
-from reward_models.checklist import read_sheet
+from reward_models.sheet import read_sheet
 from reward_models.yes_no import QwenYesNo
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

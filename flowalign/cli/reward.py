@@ -1,4 +1,4 @@
-"""Runs `flowalign reward train` and `flowalign reward eval`: trains a reward, or measures it."""
+"""Runs `flowalign reward train`, `eval` and `fit`: trains, measures or weighs a reward."""
 
 import argparse
 import json
@@ -9,25 +9,26 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flowalign.cli.ranges import SEED, whole
+from flowalign.cli.ranges import SEED, number, whole
 from flowalign.utils.lifeline import tied
 
-HELP = "Train a reward model, or measure how it agrees with people."
+HELP = "Train a reward model, fit its weights, or measure how it agrees with people."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the two actions of the verb, train and eval."""
+    """Add the actions of the verb: train, eval and fit."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, text, add in (
         ("train", "Train a reward model as a run file says.", add_train_arguments),
         ("eval", "Agreement of scores with people's judgement.", add_eval_arguments),
+        ("fit", "Fit the weights of a checklist to people's comparisons.", add_fit_arguments),
     ):
         add(actions.add_parser(name, help=text, description=text, allow_abbrev=False))
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen action; returns its exit code."""
-    return {"train": run_train, "eval": run_eval}[args.action](args)
+    return {"train": run_train, "eval": run_eval, "fit": run_fit}[args.action](args)
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +118,51 @@ def run_eval(args: argparse.Namespace) -> int:
         from flowalign.utils.errors import ConfigError
 
         raise ConfigError(str(error)) from error
+
+
+def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `flowalign reward fit`."""
+    add = parser.add_argument
+    add("data", help="table or folder that `flowalign score` wrote with these rewards")
+    add("--rewards", required=True, help="YAML file with the reward, which has `items: true`")
+    add("--humans", required=True, metavar="COLUMN", help="such as rank/overall")
+    add("--out", required=True, metavar="FILE", help="for the checklist with the fitted weights")
+    add("--ridge", type=number(0.0), default=0.0, help="penalty of squared weights, default 0")
+    add(
+        "--held_out",
+        type=number(0.0, 1.0),
+        default=0.2,
+        help="share of pairs that is only measured, default 0.2",
+    )
+    add("--seed", type=whole(*SEED), default=0, help="seed of that share, default 0")
+
+
+def run_fit(args: argparse.Namespace) -> int:
+    """Write the reward's weights, print how they order pairs, and return 0.
+
+    Raises:
+        ConfigError: The options or the table need a correction by the user.
+    """
+    from flowalign.reward_training.fit import fit_to_table, fittable
+    from flowalign.reward_training.pairs import find_table, read_scores
+    from flowalign.rewards.config import load_rewards
+    from flowalign.utils.console import table as show
+    from flowalign.utils.errors import ConfigError
+    from flowalign.utils.files import write_text
+
+    try:
+        reward = fittable(load_rewards(args.rewards)[0], args.rewards)
+        source = find_table(Path(args.data))
+        given = args.humans, args.ridge, args.held_out, args.seed
+        fit = fit_to_table(reward, read_scores(source), source, *given)
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(str(error)) from error
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    write_text(Path(args.out), fit.text)
+    show(f"{source}: {args.out}", {name: f"{value:g}" for name, value in fit.figures.items()})
+    return 0
 
 
 def _score_first(args: argparse.Namespace) -> int:

@@ -51,6 +51,8 @@ from flowalign.types.request import Dress, Reference, Request, plain_requests, p
 from flowalign.types.reward import (
     Backbone,
     Column,
+    Fit,
+    Fittable,
     Head,
     HeadNetwork,
     Loadable,
@@ -99,6 +101,8 @@ __all__ = [
     "Examples",
     "Dress",
     "Dressing",
+    "Fit",
+    "Fittable",
     "Head",
     "HeadNetwork",
     "Label",

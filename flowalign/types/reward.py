@@ -241,6 +241,43 @@ class Loadable(ABC):
         """Get ready; a second call does nothing. Raise ValueError for what cannot be used."""
 
 
+@dataclass(frozen=True)
+class Fit:
+    """Holds the result of fitting the weights of a reward."""
+
+    text: str
+    """Content of the file that the reward reads its weights from."""
+    figures: Mapping[str, float]
+    """Figures to report, by name: accuracies and counts."""
+
+
+class Fittable(ABC):
+    """Marks rewards whose weights can be fitted to how people compared what they scored."""
+
+    @property
+    @abstractmethod
+    def fitted_dims(self) -> Sequence[str]:
+        """Return the F dimensions of the reward that are weighted; raise ValueError for none."""
+
+    @abstractmethod
+    def fit(
+        self,
+        lead: Float[Tensor, "n F"],
+        share: Float[Tensor, "n"],
+        ridge: float = 0.0,
+        held_out: float = 0.2,
+        seed: int = 0,
+    ) -> Fit:
+        """Fit weights to leads of the first over the second of n pairs, in these dimensions.
+
+        `share` is the probability that people prefer the first; a share `held_out` of the pairs,
+        drawn by `seed`, is only measured.
+
+        Raises:
+            ValueError: The pairs do not determine weights.
+        """
+
+
 class Backbone(Loadable):
     """Turns media and prompts into features, for a trained head to rate."""
 

@@ -2,16 +2,17 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import torch
 from jaxtyping import Float
 from PIL import Image
 from torch import Tensor
 
 from flowalign.types import MediaBatch
 from reward_models.frames import evenly
-from reward_models.pixels import resized
+from reward_models.pixels import CLIP_MEAN, resized
 from reward_models.rule import to_bytes
 
 
@@ -29,10 +30,12 @@ def data_urls(pictures: Sequence[Float[Tensor, "3 h w"]] | Float[Tensor, "n 3 h 
     return [data_url(picture) for picture in pictures]
 
 
-def shown(sample: MediaBatch, most: int = 1) -> list[str]:
-    """Encode at most `most` evenly spaced frames of a batch of one, first and last included."""
+def shown(
+    sample: MediaBatch, most: int = 1, choose: Callable[[int, int], list[int]] = evenly
+) -> list[str]:
+    """Encode at most `most` frames of a batch of one: evenly spaced, first and last included."""
     video = sample.media[0].detach()
-    return data_urls(video[evenly(len(video), min(most, len(video)))])
+    return data_urls(video[choose(len(video), min(most, len(video)))])
 
 
 def source(sample: MediaBatch) -> list[str]:
@@ -64,3 +67,15 @@ def _png(bits: bytes, width: int, height: int) -> str:
     file = io.BytesIO()
     Image.frombytes("RGB", (width, height), bits).save(file, "PNG", compress_level=1)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def padded(frames: Float[Tensor, "n 3 h w"]) -> Float[Tensor, "n 3 s s"]:
+    """Pad to a square around the centre, with the mean colour that CLIP normalises by."""
+    h, w = frames.shape[-2:]
+    size = max(h, w)
+    levels = [int(255 * mean) / 255 for mean in CLIP_MEAN]
+    colour = torch.tensor(levels).to(frames)[None, :, None, None]
+    square = colour.repeat(len(frames), 1, size, size)
+    top, left = (size - h) // 2, (size - w) // 2
+    square[..., top : top + h, left : left + w] = frames
+    return square

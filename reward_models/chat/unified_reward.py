@@ -1,32 +1,45 @@
-"""Implements UnifiedReward: scores of one image, or which of two is better.
+"""Implements UnifiedReward: scores of one image or video, or which of two is better.
 
 Scores from 1 to 5 are the model's own scale. The bundled prompts ask for the published answer
-formats in our words; scores are those of the papers only under the published text (`template`).
+formats in our words; scores are those of the papers only under the published text (`template`),
+which CodeGoat24/UnifiedReward (read at ff6f520) has under the MIT licence. Edits from 0 to 25 are
+scored by `edit_score.EditScore` with UnifiedReward-Edit as its model.
+
+Source: UnifiedReward, arXiv:2503.05236; -Think, arXiv:2505.03318.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from flowalign.types import MediaBatch, PositiveInt, RewardSpec
 from reward_models.chat.client import ChatAnswer, Messages, Server
-from reward_models.chat.images import data_urls, shown, squashed
+from reward_models.chat.images import data_urls, shown, source, squashed
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known, check_positive
-from reward_models.chat.pairs import PairJudge, winner
+from reward_models.chat.pairs import PairJudge
 from reward_models.chat.parsers import Unparsable, score_in, verdict
 from reward_models.chat.template import describe, read_template
+from reward_models.chat.unified_answers import (
+    better_after_thinking,
+    better_of_two,
+    higher_of_two,
+    report_of_two,
+    shares_of_two,
+    thoughts_about,
+)
+from reward_models.frames import evenly, parts
 
 AXES = ("alignment", "coherence", "style")
+VIDEO_AXES = ("alignment", "physics", "style")
 _LOW, _HIGH = 1.0, 5.0
 _GIVEN = r"[\s*]*([-+\d.]\S*(?:\s*/\s*\S+)?)"
 _AXIS = re.compile(
-    rf"\b(alignment|coherence|style)(?:\s+score)?\s*(?:\(1-5\))?\s*\**\s*:{_GIVEN}", re.I
+    rf"\b(alignment|coherence|physics|style)(?:\s+score)?\s*(?:\(1-5\))?\s*\**\s*:{_GIVEN}", re.I
 )
 _FINAL = re.compile(rf"final score\s*\**\s*:{_GIVEN}", re.I)
-_CLEAR = re.compile(r"(?:image|video) ([12]) is better|(equally good)", re.I)
-_ANSWER = re.compile(r"<answer>\s*(?:(?:image|video) ([12]) is better|(tie))\.?\s*</answer>", re.I)
 _POINT = Sampling(max_tokens=512)
 _PAIR = Sampling(max_tokens=4096)
 
@@ -51,51 +64,48 @@ def final_score(text: str) -> float:
     return score_in(found[1], _LOW, _HIGH)
 
 
-def better_of_two(text: str) -> float:
-    """Return 1 where `Image 1 is better`, 0 where 2 is, 0.5 where both are equally good."""
-    return winner(_CLEAR.findall(verdict(text)))
-
-
-def better_after_thinking(text: str) -> float:
-    """Return the same, read from within <answer> and </answer> only."""
-    return winner(_ANSWER.findall(verdict(text)))
-
-
 class UnifiedRewardPoint(ChatJudge):
-    """Scores an image against its prompt from 1 to 5.
+    """Scores an image or a video against its prompt from 1 to 5.
 
-    `axes` (UnifiedReward 2.0) gives alignment, coherence and style; `final` (1.0) one overall
-    score. `squash` resizes to a square with sides of that many pixels, Flow-GRPO's choice with 512.
+    `axes` (UnifiedReward 2.0) gives alignment, coherence and style of an image; `video` (2.0)
+    alignment, physics and style of a video, of which it sees the first frame of each of `frames`
+    equal parts; `final` (1.0) one overall score of an image. `squash` resizes images to a square
+    with sides of that many pixels, Flow-GRPO's choice with 512.
     """
 
     def __init__(
         self,
         server: Server,
-        form: Literal["axes", "final"] = "axes",
+        form: Literal["axes", "video", "final"] = "axes",
         template: str | None = None,
         squash: PositiveInt | None = None,
         sampling: Sampling = _POINT,
+        frames: PositiveInt = 16,
     ):
-        check_known("form", form, ("axes", "final"))
-        check_positive(squash=squash)
-        name = "unified_reward_point" if form == "axes" else "unified_reward_final"
-        self.form, self.squash = form, squash
+        check_known("form", form, _POINT_FORMS)
+        check_positive(squash=squash, frames=frames)
+        name, self.axes = _POINT_FORMS[form]
+        self.form, self.squash, self.frames = form, squash, frames
         self.template = read_template(template or name, ("prompt", "media"))
         ensemble = JudgeEnsemble(server, sampling)
+        settings = {"frames": frames} if form == "video" else {}
         spec = RewardSpec(
             name=name,
-            dims=AXES if form == "axes" else ("overall",),
-            modality="image",
+            dims=self.axes,
+            modality="video" if form == "video" else "image",
             scale=(_LOW, _HIGH),
             licence="MIT",
             needs=("prompt",),
-            version=ensemble.version(form=form, squash=squash, **describe(self.template)),
+            version=ensemble.version(
+                form=form, squash=squash, **settings, **describe(self.template)
+            ),
         )
         super().__init__(spec, ensemble)
 
     def ask(self, sample: MediaBatch) -> Sequence[Messages]:
-        """Build one conversation with the image."""
+        """Build one conversation with the image, or with frames of the video."""
         frames = sample.media[0].detach()
+        frames = frames[parts(len(frames), min(self.frames, len(frames)))]
         frames = frames if self.squash is None else squashed(frames, self.squash)
         return [self.template.render(prompt=sample.prompts[0], media=data_urls(frames))]
 
@@ -104,33 +114,81 @@ class UnifiedRewardPoint(ChatJudge):
         if self.form == "final":
             return [final_score(answers[0].text)]
         scores = axis_scores(answers[0].text)
-        return [scores.get(axis, math.nan) for axis in AXES]
+        return [scores.get(axis, math.nan) for axis in self.axes]
+
+
+@dataclass(frozen=True)
+class _PairForm:
+    template: str
+    dims: tuple[str, ...]
+    read: Callable[[str], list[float]]
+    modality: Literal["image", "video", "any"] = "any"
+    choose: Callable[[int, int], list[int]] = evenly
+    """Chooses the frames of a video."""
+
+
+def _think(text: str, *names: str) -> list[float]:
+    return [better_after_thinking(text), *thoughts_about(text, names)]
+
+
+_POINT_FORMS = {
+    "axes": ("unified_reward_point", AXES),
+    "video": ("unified_reward_video", VIDEO_AXES),
+    "final": ("unified_reward_final", ("overall",)),
+}
+_PAIR_FORMS = {
+    "plain": _PairForm("unified_reward_pair", ("overall",), lambda t: [better_of_two(t)]),
+    "think": _PairForm("unified_reward_think", ("overall",), lambda t: _think(t)),
+    "think_image": _PairForm(
+        "unified_reward_think",
+        ("overall", "semantic", "aesthetics", "authenticity"),
+        lambda t: _think(t, "semantic", "aesthetics", "authenticity"),
+        "image",
+    ),
+    "think_video": _PairForm(
+        "unified_reward_think_video",
+        ("overall", "semantic", "temporal", "authenticity"),
+        lambda t: _think(t, "semantic", "temporal", "authenticity"),
+        "video",
+    ),
+    "score": _PairForm(
+        "unified_reward_pair_score", AXES, lambda t: shares_of_two(t, AXES), choose=parts
+    ),
+    "flex": _PairForm(
+        "unified_reward_flex", ("overall", "semantic", "quality", "aesthetics"), report_of_two
+    ),
+}
 
 
 class UnifiedRewardPair(PairJudge):
     """Says which of two images, or of two videos (in frames), fits the prompt better.
 
-    `plain` is UnifiedReward 1.0; `think` reasons first.
+    | form | UnifiedReward | dimensions |
+    |---|---|---|
+    | `plain` | 1.0 | which is better |
+    | `think` | -Think, which reasons first | which is better |
+    | `think_image`, `think_video` | -Think | also which its thoughts give more points in each |
+    | `score` | 2.0 | the first's share of alignment, coherence and style |
+    | `flex` | -Flex, which finds its own criteria | winner, and its share in three categories |
     """
 
     def __init__(
         self,
         server: Server,
-        form: Literal["plain", "think"] = "plain",
+        form: Literal["plain", "think", "think_image", "think_video", "score", "flex"] = "plain",
         template: str | None = None,
         frames: PositiveInt = 8,
         sampling: Sampling = _PAIR,
     ):
-        check_known("form", form, ("plain", "think"))
+        check_known("form", form, _PAIR_FORMS)
         check_positive(frames=frames)
-        name = "unified_reward_pair" if form == "plain" else "unified_reward_think"
-        self.form, self.frames = form, frames
-        self.template = read_template(template or name, ("prompt", "first", "second"))
+        self.form, self.frames = _PAIR_FORMS[form], frames
+        self.template = read_template(template or self.form.template, ("prompt", "first", "second"))
         ensemble = JudgeEnsemble(server, sampling)
         spec = RewardSpec(
-            name=name,
-            dims=("overall",),
-            modality="any",
+            name=self.form.template,
+            dims=self.form.dims,
+            modality=self.form.modality,
             scale=(0.0, 1.0),
             licence="MIT",
             needs=("prompt",),
@@ -140,10 +198,58 @@ class UnifiedRewardPair(PairJudge):
 
     def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
         """Build one conversation with both."""
-        one, two = shown(first, self.frames), shown(second, self.frames)
+        one, two = (shown(x, self.frames, self.form.choose) for x in (first, second))
         return [self.template.render(prompt=first.prompts[0], first=one, second=two)]
+
+    def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
+        """Return how much better the first is in each dimension."""
+        return self.form.read(answers[0].text)
+
+
+class UnifiedRewardEdit(PairJudge):
+    """Says which of two edits of a source, the first reference, follows the instruction better.
+
+    `rank` asks UnifiedReward-Edit for a verdict; `score` for a score of each, of which the higher
+    wins. The released example of the latter reads digits, a dot and digits: it loses minus signs
+    and takes whole numbers for none.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        form: Literal["rank", "score"] = "rank",
+        template: str | None = None,
+        sampling: Sampling = _PAIR,
+    ):
+        check_known("form", form, ("rank", "score"))
+        name = f"unified_reward_edit_{form}"
+        self.form = form
+        slots = ("prompt", "references", "first", "second")
+        self.template = read_template(template or name, slots)
+        ensemble = JudgeEnsemble(server, sampling)
+        spec = RewardSpec(
+            name=name,
+            dims=("overall",),
+            modality="image",
+            scale=(0.0, 1.0),
+            licence="MIT",
+            needs=("prompt", "references"),
+            version=ensemble.version(form=form, **describe(self.template)),
+        )
+        super().__init__(spec, ensemble)
+
+    def ask(self, first: MediaBatch, second: MediaBatch) -> Sequence[Messages]:
+        """Build one conversation with the source and both edits."""
+        return [
+            self.template.render(
+                prompt=first.prompts[0],
+                references=source(first),
+                first=shown(first),
+                second=shown(second),
+            )
+        ]
 
     def read(self, answers: Sequence[ChatAnswer]) -> Sequence[float]:
         """Return the winner."""
         text = answers[0].text
-        return [better_after_thinking(text) if self.form == "think" else better_of_two(text)]
+        return [higher_of_two(text) if self.form == "score" else better_of_two(text)]

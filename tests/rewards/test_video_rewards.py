@@ -19,10 +19,10 @@ from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.rollouts.collecting import collect_rollouts
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec, plain_requests
 from reward_models.backbones import Encoder
-from reward_models.checklist import read_sheet
 from reward_models.gated import Gated
 from reward_models.motion import DynamicDegree, FlowSmoothness
 from reward_models.per_frame import PerFrame
+from reward_models.sheet import read_sheet
 from reward_models.temporal import SubjectConsistency, TemporalFlicker
 from reward_models.vision_reward import vision_reward_video
 from tests.fixtures.fake_judge import FakeJudge

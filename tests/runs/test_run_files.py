@@ -72,6 +72,11 @@ NEW = [
     ["configs/models/sd35_medium.yaml", "configs/methods/crd.yaml"],
     ["configs/models/wan21_1_3b.yaml", "configs/methods/worldcompass_wan.yaml"],
     ["configs/models/flux1_dev.yaml", "configs/tasks/editing.yaml"],
+    ["configs/models/flux1_fill.yaml", "configs/tasks/one_reward.yaml"],
+    ["configs/models/wan21_1_3b.yaml", "configs/tasks/mj_video.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/tasks/ixc_reward.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/lsc.yaml"],
+    ["configs/preference/shapes/modpo.yaml"],
     ["configs/models/ltx2.yaml", "configs/methods/online_dpo_video.yaml"],
     [
         "configs/models/wan22_5b_i2v.yaml",

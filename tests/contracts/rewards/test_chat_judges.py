@@ -13,20 +13,25 @@ from flowalign.types import MediaBatch, RewardSpec
 from reward_models.artefact_map import ArtefactMap, artefact_map
 from reward_models.chat.client import Server
 from reward_models.chat.edit_score import EditScore
-from reward_models.chat.images import data_url
+from reward_models.chat.images import data_url, padded
 from reward_models.chat.judge import ChatJudge
 from reward_models.chat.judge_ensemble import JudgeEnsemble, Sampling, check_known
-from reward_models.chat.levels import Levels
+from reward_models.chat.levels import Levels, deqa
 from reward_models.chat.magic_assessor import MagicAssessor
 from reward_models.chat.one_reward import OneReward
 from reward_models.chat.pairs import WinRate
 from reward_models.chat.rational_pair import RationalPair
 from reward_models.chat.rational_rewards import RationalRewards
 from reward_models.chat.template import read_template
-from reward_models.chat.unified_reward import UnifiedRewardPair, UnifiedRewardPoint
+from reward_models.chat.unified_reward import (
+    UnifiedRewardEdit,
+    UnifiedRewardPair,
+    UnifiedRewardPoint,
+)
 from reward_models.chat.video_score2 import VideoScore2
 from reward_models.chat.yes_no import YesNo
 from reward_models.detection import Detection, ShapesDetector
+from reward_models.drift import Drift
 from reward_models.shapes import BACKGROUND
 from tests.fixtures.chat_server import MODEL, ChatServer, Reply, Request
 from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
@@ -113,6 +118,11 @@ JUDGES = {
         lambda server: UnifiedRewardPoint(server, form="final", squash=16),
         lambda r: f"Final Score: {1 + 4 * colours(r.pictures[0])[0]:.6f}",
         {},
+    ),
+    "point of a video": (
+        lambda server: UnifiedRewardPoint(server, form="video", frames=2),
+        lambda r: axes(*colours(r.pictures[1])).replace("Coherence", "Physics"),
+        {"frames": 3},
     ),
     "edit_score": (EditScore, edit_answer, {"references": True}),
     "rational": (RationalRewards, section_answer, {}),
@@ -482,6 +492,8 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
             YesNo(server, {"a": "b?"}),
             Levels(server),
             Levels(server, beginning=""),
+            Levels(server, square=True),
+            deqa(server),
             MagicAssessor(server),
             MagicAssessor(server, side=512),
             RationalRewards(server),
@@ -492,6 +504,13 @@ def test_fingerprints_tell_settings_apart(serve, tmp_path):
             WinRate(OneReward(server, "image fill")),
             WinRate(UnifiedRewardPair(server)),
             WinRate(UnifiedRewardPair(server, "think")),
+            WinRate(UnifiedRewardPair(server, "think_image")),
+            WinRate(UnifiedRewardPair(server, "score")),
+            WinRate(UnifiedRewardPair(server, "flex")),
+            WinRate(UnifiedRewardEdit(server)),
+            WinRate(UnifiedRewardEdit(server, "score")),
+            UnifiedRewardPoint(server, "video"),
+            UnifiedRewardPoint(server, "video", frames=8),
             WinRate(RationalPair(server)),
             WinRate(RationalPair(server, "edit")),
         ]
@@ -566,3 +585,25 @@ def test_judges_are_built_from_a_rewards_file(serve, tmp_path):
     assert point.score(batch_of(0.2)).values.tolist() == [[pytest.approx(1.8)] * 3]
     assert win_rate.spec.needs == ("prompt", "groups")
     assert "timeout: 120.0" in resolved
+
+
+def test_deqa_is_the_expected_level_of_a_square_and_a_meter_of_drift(serve):
+    """By hand: P(excellent) is the brightness of the middle, so the score is 1 + 4 of it."""
+
+    def answer(request):
+        (picture,) = request.pictures
+        assert picture.shape == (9, 9, 3)  # a square
+        assert picture[0, 0].tolist() == [122, 116, 104]
+        bright = float(picture[4, 4, 0]) / 255
+        said = {" excellent": math.log(bright), " bad": math.log(1 - bright)}
+        return Reply(" good", [(" good", said)])
+
+    meter = deqa(serve(answer))
+    media = torch.tensor([204.0, 51, 102, 153])[None, :, None, None, None] / 255
+    media = media.expand(1, 4, 3, 3, 9)
+    assert meter.score(MediaBatch(media[:, :1], ["a"])).values.tolist() == [[pytest.approx(4.2)]]
+    drift = Drift(meter, share=0.25)
+    assert drift.spec.dims == ("quality_drift",)
+    output = drift.score(MediaBatch(media, ["a"]))
+    assert output.values.item() == pytest.approx(-4 * (204 - 153) / 255, abs=1e-5)
+    assert padded(torch.ones(2, 3, 5, 2)).shape == (2, 3, 5, 5)

@@ -14,12 +14,8 @@ from reward_models.chat.magic_assessor import read_assessment
 from reward_models.chat.parsers import Unparsable, boxed, score_in, score_list, shares
 from reward_models.chat.rational_pair import pair_scores, totals
 from reward_models.chat.rational_rewards import EDIT, T2I, overall, section_scores
-from reward_models.chat.unified_reward import (
-    axis_scores,
-    better_after_thinking,
-    better_of_two,
-    final_score,
-)
+from reward_models.chat.unified_answers import better_after_thinking, better_of_two
+from reward_models.chat.unified_reward import axis_scores, final_score
 from reward_models.chat.video_score2 import find_scores, soft_scores
 from tests.fixtures.golden import GOLDEN, load
 

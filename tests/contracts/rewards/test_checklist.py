@@ -10,8 +10,9 @@ from torch.nn import functional as F
 
 from flowalign.rewards.config import load_rewards
 from flowalign.types import MediaBatch, RewardModel, RewardOutput, RewardSpec
-from reward_models.checklist import Checklist, Item, Sheet, features, read_sheet
+from reward_models.checklist import Checklist
 from reward_models.checklist_fit import fit_sheet, fit_weights, pair_accuracy
+from reward_models.sheet import Item, Sheet, features, read_sheet
 from reward_models.vision_reward import vision_reward_image, vision_reward_video
 from reward_models.vqa_score import QUESTION
 from tests.fixtures.fake_judge import FakeJudge
@@ -51,7 +52,7 @@ def small_sheet(**changes) -> Sheet:
 
 
 def written(sheet: Sheet, tmp_path) -> str:
-    sheet.write(tmp_path / "sheet.json")
+    (tmp_path / "sheet.json").write_text(sheet.text())
     return str(tmp_path / "sheet.json")
 
 
@@ -265,6 +266,23 @@ def test_fitted_weights_recover_order_and_accuracy_and_are_never_negative():
     held = pair_accuracy(planted, first, second, preferred)
     assert fit.held_out_accuracy > held - 0.04
     assert fit.train_accuracy > held - 0.01
+
+
+def test_items_are_dimensions_that_weights_are_fitted_to(tmp_path):
+    path = written(small_sheet(alignment=1.5), tmp_path)
+    judge = FakeJudge({"face?": 1.0, "smiles?": 0.9, "sharp?": 0.2, "bright?": 0.7})
+    plain = Checklist(judge, path, alignment=Fixed(0.5))
+    model = Checklist(judge, path, alignment=Fixed(0.5), items=True)
+    assert model.fitted_dims == ["item_alignment", "item_00", "item_01", "item_02"]
+    values = model.score(one()).values[0]
+    torch.testing.assert_close(values[:-4], plain.score(one()).values[0])
+    assert values[-4:].tolist() == [0.5, -1.0, 1.0, 1.0]
+    assert model.spec.scale[0] <= -1.0
+    check_fingerprints([plain, model])
+    with pytest.raises(ValueError, match="set items: true"):
+        _ = plain.fitted_dims
+    with pytest.raises(ValueError, match="alignment other than omit"):
+        _ = Checklist(judge, path, alignment="omit", items=True).fitted_dims
 
 
 def newton(x: Tensor, y: Tensor) -> Tensor:

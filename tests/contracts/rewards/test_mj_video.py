@@ -1,5 +1,7 @@
 """MJ-VIDEO's head against its original code; the reward around it with a stand-in for InternVL2."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -26,6 +28,7 @@ torch.set_num_threads(1)
 RECORDED = load("H_mjvideo_head")
 PARAMETERS = {k.removeprefix("param."): v for k, v in RECORDED.items() if k.startswith("param.")}
 PAD = 2
+BACKBONE = {"model.language_model.output.weight": torch.ones(2)}
 
 
 def recorded_reading():
@@ -95,8 +98,12 @@ class TinyReader(Reader):
 
     name, width = "tiny", 16
 
-    def read(self):
+    def read(self, tensors):
+        assert list(tensors) == ["language_model.output.weight"]
         return TinyInternVL()
+
+    def problem(self, prompt):
+        return "its prompt names a word of the model" if "<s>" in prompt else ""
 
 
 class TinyInternVL(nn.Module):
@@ -120,8 +127,7 @@ class TinyInternVL(nn.Module):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    backbone = {"model.language_model.output.weight": torch.ones(2)}
-    save_file(PARAMETERS | backbone, tmp_path / "model.safetensors")
+    save_file(PARAMETERS | BACKBONE, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -161,10 +167,10 @@ def test_a_head_that_does_not_fit_is_refused_by_key(tmp_path):
     ):
         tensors = dict(PARAMETERS)
         change(tensors)
-        save_file(tensors, tmp_path / "model.safetensors")
+        save_file(tensors | BACKBONE, tmp_path / "model.safetensors")
         with pytest.raises(ValueError, match=message):
             tiny(tmp_path).load()
-    save_file(PARAMETERS, tmp_path / "model.safetensors")
+    save_file(PARAMETERS | BACKBONE, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="of another shape"):
         MJVideo(TinyReader(), str(tmp_path)).load()
 
@@ -172,4 +178,27 @@ def test_a_head_that_does_not_fit_is_refused_by_key(tmp_path):
 def test_settings_are_checked_and_enter_the_fingerprint(checkpoint):
     with pytest.raises(ValueError, match="temperature is 0"):
         tiny(checkpoint, temperature=0.0)
-    check_fingerprints([tiny(checkpoint), tiny(checkpoint, temperature=2.0)])
+    check_fingerprints(
+        [tiny(checkpoint), tiny(checkpoint, temperature=2.0), tiny(checkpoint, criteria=True)]
+    )
+
+
+def test_all_criteria_can_be_dimensions_of_their_own(checkpoint, monkeypatch):
+    monkeypatch.setattr(mj_video, "SIDE", 28)
+    batch = example_batch(3, frames=9)
+    few, all_of_them = (tiny(checkpoint, criteria=c).score(batch).values for c in (False, True))
+    assert all_of_them.shape == (3, 6 + 28)
+    assert torch.equal(all_of_them[:, :6], few)
+    dims = tiny(checkpoint, criteria=True).spec.dims
+    assert (dims[6], dims[11], dims[33]) == ("alignment_object", "safety_crime", "fairness_gender")
+    assert len(all_of_them[0].unique()) == 34
+
+
+def test_a_prompt_that_the_reader_refuses_fails_alone(checkpoint, monkeypatch):
+    monkeypatch.setattr(mj_video, "SIDE", 28)
+    batch = example_batch(3, frames=9)
+    values = tiny(checkpoint).score(batch).values
+    prompts = [batch.prompts[0], "a <s>", batch.prompts[2]]
+    output = tiny(checkpoint).score(replace(batch, prompts=prompts))
+    assert output.reasons == {1: "its prompt names a word of the model"}
+    torch.testing.assert_close(output.values[[0, 2]], values[[0, 2]])

@@ -12,8 +12,9 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from flowalign.types import MediaBatch
+from reward_models.answer_tokens import answer_tokens
 from reward_models.packing import pack
-from reward_models.yes_no import QwenYesNo, answer_tokens
+from reward_models.yes_no import QwenYesNo
 from tests.fixtures.reward_contract import example_batch
 from tests.fixtures.tiny_qwen import build_judge
 
@@ -127,6 +128,15 @@ def test_only_frames_at_the_wanted_rate_are_seen(folders):
     assert torch.equal(judge.ask(replace(batch, media=changed), same(batch)), answers)
     changed[:, 8] = 0.5
     assert not torch.equal(judge.ask(replace(batch, media=changed), same(batch)), answers)
+
+
+def test_a_frame_of_each_full_second_is_seen_as_vision_reward_has_it(folders):
+    folder = str(folders["qwen3_vl"])
+    judge = QwenYesNo(folder, device="cpu", dtype="float32", fps="seconds")
+    batch = replace(pictures(9), fps=(4.0, 2.0, 9.0))
+    assert [judge._frames(batch, i) for i in range(3)] == [[0, 4, 8], [0, 2, 4, 6, 8], [0, 8]]
+    plain = QwenYesNo(folder, device="cpu", dtype="float32")
+    assert plain.version != judge.version
 
 
 def test_large_pictures_are_shrunk_to_the_limit(folders):

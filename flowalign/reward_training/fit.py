@@ -1,0 +1,65 @@
+"""Fits the weights of a reward, such as a checklist, to how people compared what it scored."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from flowalign.reward_training.pairs import ScoredTable, pairs
+from flowalign.types import Fit, Fittable, RewardModel
+
+
+def fittable(models: Sequence[RewardModel], source: str) -> Fittable:
+    """Return the one reward of a list whose weights can be fitted.
+
+    Raises:
+        ValueError: There is none, or there are several.
+    """
+    found = [model for model in models if isinstance(model, Fittable)]
+    if len(found) != 1:
+        names = ", ".join(model.spec.name for model in models)
+        raise ValueError(
+            f"{source} has {len(found)} rewards whose weights can be fitted, and must have one; "
+            f"its rewards: {names}"
+        )
+    return found[0]
+
+
+def comparisons(
+    table: ScoredTable, dims: Sequence[str], column: str, source: Path
+) -> tuple[Float[Tensor, "n F"], Float[Tensor, "n"]]:
+    """Return the leads of the first of every pair in each dimension, and how many preferred it.
+
+    Raises:
+        ValueError: The table lacks a dimension or the column, or compares nothing in it.
+    """
+    for what, asked, there in (
+        ("dimension", dims, table.scores),
+        ("column", [column], table.humans),
+    ):
+        if missing := [name for name in asked if name not in there]:
+            raise ValueError(
+                f"{source} has no {what} {missing[0]}; it has {', '.join(there)}"[:400]
+            )
+    each = [pairs(table, dim, column) for dim in dims]
+    if len({len(one.lead) for one in each}) > 1:
+        raise ValueError(f"{source} has pairs scored in some of {', '.join(dims)} only"[:400])
+    if len(each[0].lead) < 2:
+        raise ValueError(f"{source} has {len(each[0].lead)} scored pairs in {column}; 2 are needed")
+    return torch.stack([one.lead for one in each], 1), each[0].share
+
+
+def fit_to_table(
+    reward: Fittable,
+    table: ScoredTable,
+    source: Path,
+    column: str,
+    ridge: float,
+    held_out: float,
+    seed: int,
+) -> Fit:
+    """Fit the weights of a reward to a table that it scored."""
+    lead, share = comparisons(table, reward.fitted_dims, column, source)
+    return reward.fit(lead, share, ridge, held_out, seed)

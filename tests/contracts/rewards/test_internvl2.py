@@ -1,0 +1,149 @@
+"""InternVL2 in transformers' native classes against the code that MJ-VIDEO carries."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import InternVLModel
+
+from flowalign.types import MediaBatch
+from reward_models import mj_video
+from reward_models.checkpoints import read_json
+from reward_models.internvl2 import InternVL2, native_config, native_tensors, split_wqkv
+from reward_models.mj_video import MJVideo
+from tests.fixtures.golden import GOLDEN, load
+from tests.fixtures.reward_contract import check_contract, check_fingerprints, example_batch
+
+torch.set_num_threads(1)
+FOLDER = GOLDEN / "H_mjvideo"
+RECORDED = load("H_mjvideo_io")
+VALUES = json.loads((GOLDEN / "H_mjvideo_io.json").read_text())["values"]
+SIDE = 56
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """The tiny model's image size, and what its tokenizer of bytes writes at the end of a turn."""
+    monkeypatch.setattr(mj_video, "SIDE", SIDE)
+    monkeypatch.setattr(mj_video, "TURN", tuple(VALUES["turn"]))
+
+
+def tiny(checkpoint=FOLDER, base=FOLDER / "base", dtype="float32", **settings):
+    reader = InternVL2(str(base), dtype=dtype)
+    settings = {"gate_width": 12, "device": "cpu"} | settings
+    return MJVideo(reader, str(checkpoint), **settings)
+
+
+@pytest.fixture(scope="module")
+def network():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mj_video, "SIDE", SIDE)
+        patch.setattr(mj_video, "TURN", tuple(VALUES["turn"]))
+        model = tiny()
+        model.load()
+    return model.network
+
+
+def film(i):
+    """A video of 9 frames, of which the recorded 8 are seen."""
+    frames = RECORDED[f"frames{i}"].float() / 255
+    return torch.cat([frames, torch.zeros_like(frames[:1])])[None]
+
+
+@pytest.mark.parametrize("i", range(2))
+def test_scores_are_those_of_the_original(i):
+    output = tiny(criteria=True).score(MediaBatch(film(i), [VALUES["prompts"][i]]))
+    parts = [RECORDED[f"{name}{i}"].flatten() for name in ("aspects", "overall", "criteria")]
+    torch.testing.assert_close(output.values[0], torch.cat(parts), atol=2e-5, rtol=0)
+
+
+def test_tokens_and_hidden_states_are_those_of_the_original(network):
+    mean, std = (
+        torch.tensor(x)[:, None, None] for x in (mj_video.IMAGENET_MEAN, mj_video.IMAGENET_STD)
+    )
+    frames = torch.stack([(film(i)[0, :8] - mean) / std for i in range(2)])
+    reading = network["reader"](frames, VALUES["prompts"])  # both in one batch, one padded
+    for i in range(2):
+        length = reading.lengths[i]
+        assert reading.ids[i, :length].tolist() == RECORDED[f"ids{i}"].tolist()
+        last, turn = length - 1, mj_video.last_turn(RECORDED[f"ids{i}"].tolist())
+        for place, name in ((last, "hidden"), (turn, "turn")):
+            found = reading.hidden[i, place]
+            torch.testing.assert_close(found, RECORDED[f"{name}{i}"], atol=2e-5, rtol=0)
+        seen = network["reader"].backbone.get_image_features(frames[i]).pooler_output
+        torch.testing.assert_close(seen, RECORDED[f"vision{i}"], atol=2e-5, rtol=0)
+
+
+def test_packed_attention_is_split_by_groups_by_hand():
+    """Two groups of three heads of queries, of size 1: rows q q q k v, twice."""
+    packed = torch.arange(10.0)[:, None]
+    parts = split_wqkv(packed, heads=6, groups=2)
+    rows = {name: part.flatten().tolist() for name, part in parts.items()}
+    assert rows == {"q": [0, 1, 2, 5, 6, 7], "k": [3, 8], "v": [4, 9]}
+
+
+def test_every_key_of_the_release_has_its_place():
+    tensors = {
+        name.removeprefix("model."): value
+        for name, value in load_file(FOLDER / "model.safetensors").items()
+        if name.startswith("model.")
+    }
+    config = native_config(read_json(FOLDER / "base" / "config.json"), "here", 5)
+    native = native_tensors(tensors, heads=4, groups=2)
+    missing = set(InternVLModel(config).state_dict()) ^ set(native)
+    assert missing == {"language_model.lm_head.weight"}
+    assert sum(v.numel() for v in native.values()) == sum(v.numel() for v in tensors.values())
+
+
+@pytest.mark.slow
+def test_what_every_reward_promises():
+    check_contract(tiny(), example_batch(3, frames=9), atol=5e-5, rtol_gradient=1, levels=0.5)
+
+
+def test_a_prompt_with_a_special_token_fails_alone():
+    batch = MediaBatch(torch.cat([film(0), film(1)]), ["a <IMG_CONTEXT>", VALUES["prompts"][1]])
+    output = tiny().score(batch)
+    assert output.reasons == {0: "its prompt contains the special token <IMG_CONTEXT>"}
+    assert output.values[1, 5].item() == pytest.approx(RECORDED["overall1"].item(), abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.mlp1.3.bias"), r"missing: multi_modal_projector\.linear_2\.bias"),
+        (lambda t: t.update({"model.extra": torch.ones(2)}), "1 unexpected: extra"),
+        (lambda t: t.pop("aspect_gating.logit_scale"), r"missing: aspect_gating\.logit_scale"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused_by_key(tmp_path, change, message):
+    tensors = load_file(FOLDER / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        tiny(tmp_path).load()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ps_version": "v1"}, "ps_version of .* is 'v1'; only 'v2' is read"),
+        ({"force_image_size": 448}, "image size of .* is 448; only 56"),
+        ({"model_type": "internvl"}, "is of type 'internvl', not internvl_chat"),
+        ({"select_layer": -2}, "select_layer of .* is -2"),
+    ],
+)
+def test_a_configuration_that_is_computed_otherwise_is_refused(tmp_path, change, message):
+    shutil.copytree(FOLDER / "base", tmp_path / "base")
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        tiny(base=tmp_path / "base").load()
+
+
+def test_another_tokenizer_is_refused_and_settings_enter_the_fingerprint(monkeypatch):
+    check_fingerprints([tiny(), tiny(dtype="bfloat16"), tiny(base=FOLDER)])
+    monkeypatch.setattr(mj_video, "TURN", (92542, 92543, 525, 11353, 364))
+    with pytest.raises(ValueError, match="writes the end of a turn as"):
+        tiny().load()
