@@ -7,6 +7,7 @@ evaluation and checks are shared by all of them.
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.ema import EMA
 from flowalign.training.evaluate import Evaluation
+from flowalign.training.few_step import TDM
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching import Matching
 from flowalign.training.policy_gradient import PolicyGradient
@@ -27,5 +28,6 @@ __all__ = [
     "RecipePlan",
     "RewardGradient",
     "RunContext",
+    "TDM",
     "TrainingFailure",
 ]

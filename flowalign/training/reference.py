@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flowalign.training.ema import EMA
+from flowalign.training.trained_weights import TrainedWeights
 from flowalign.types import Cond, Policy, Request, VelocityField
 from flowalign.utils.adapters import adapters_of, adapters_off
 
@@ -128,8 +129,8 @@ def _with_policy(field: VelocityField, policy: Policy) -> VelocityField:
     return inner
 
 
-def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride:
-    assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride)
+def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride | TrainedWeights:
+    assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride | TrainedWeights)
     return field
 
 
