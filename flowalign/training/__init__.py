@@ -5,6 +5,7 @@ evaluation and checks are shared by all of them.
 """
 
 from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.co_trained import CoTrained
 from flowalign.training.ema import EMA
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.few_step import TDM
@@ -17,6 +18,7 @@ from flowalign.training.reward_gradient import RewardGradient
 __all__ = [
     "EMA",
     "Checkpoints",
+    "CoTrained",
     "Evaluation",
     "Learner",
     "Loop",

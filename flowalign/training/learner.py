@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flowalign.distributed.processes import Processes
 from flowalign.training.ema import EMA
 from flowalign.training.reference import reference_for
-from flowalign.training.trained_weights import TrainedWeights
+from flowalign.training.trained_weights import TrainedSet, TrainedWeights
 from flowalign.types import Policy, VelocityField
 from flowalign.utils.ranges import (
     Decay,
@@ -68,8 +68,8 @@ class Optimizer:
 class Learner:
     """Updates the weights of a policy, and owns what a checkpoint restores of it.
 
-    Other weights of the same network may be trained beside the policy's: `companions`, each a
-    learner with an optimizer, averages and skipped updates of its own.
+    Other parameters may be trained beside the policy's, such as further adapters of its network:
+    `companions`, each a learner with an optimizer, averages and skipped updates of its own.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Learner:
         processes: Processes,
         total_updates: int,
         ema: tuple[float, int] | None = None,
-        weights: TrainedWeights | None = None,
+        weights: TrainedSet | None = None,
     ):
         self.policy, self.cfg, self.processes = policy, cfg, processes
         self.total_updates, self.weights = total_updates, weights
         self.fields: dict[str, VelocityField] = {}
         """What the policy is compared with or learns from, by name; nothing here is trained."""
         self.companions: dict[str, Learner] = {}
-        """Learners of other weights of the network, by name."""
+        """Learners of other parameters, by name."""
         if weights is None:
             self.fields["reference"] = reference_for(policy)
             own = policy.denoiser.named_parameters()
@@ -123,15 +123,18 @@ class Learner:
 
     @property
     def field(self) -> VelocityField:
-        """Return the field of the weights that this learner trains."""
+        """Return the field of the weights of the network that this learner trains."""
+        assert self.weights is None or isinstance(self.weights, TrainedWeights)
         return self.policy if self.weights is None else self.weights
 
-    def add_companion(self, name: str, cfg: Optimizer, total_updates: int) -> "Learner":
-        """Train a copy of the present weights beside these, and return its learner.
+    def add_companion(
+        self, name: str, cfg: Optimizer, total_updates: int, weights: TrainedSet | None = None
+    ) -> "Learner":
+        """Train other parameters beside these, and return their learner; None copies these.
 
-        Add it before a checkpoint is restored, and before `Learner.policy` is trained on.
+        Add it before a checkpoint is restored, and a copy before the policy is trained.
         """
-        weights = TrainedWeights(self.policy)
+        weights = weights or TrainedWeights(self.policy)
         found = Learner(self.policy, cfg, self.processes, total_updates, weights=weights)
         self.companions[name] = found
         return found

@@ -1,14 +1,26 @@
 """Keep several sets of trained weights for one network, such as adapters of one base."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import Tensor, nn
 
 from flowalign.types import Cond, Policy, VelocityField
 
 
-class TrainedWeights(VelocityField):
+class TrainedSet(ABC):
+    """Holds parameters that are trained beside those of the policy."""
+
+    named: Mapping[str, nn.Parameter]
+    """Parameters by name."""
+
+    @abstractmethod
+    def active(self) -> AbstractContextManager[None]:
+        """Have them used, and differentiated by, inside the context."""
+
+
+class TrainedWeights(TrainedSet, VelocityField):
     """Evaluates a policy by other values of its trained parameters, with a gradient to these.
 
     Networks that recompute activations in the backward pass need the values there, too: call
