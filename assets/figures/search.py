@@ -42,6 +42,7 @@ class Scorer:
         self.last = torch.empty(0)
 
     def __call__(self, x: torch.Tensor, requests) -> torch.Tensor:
+        """Return the weighted reward of each latent."""
         media = torch.cat([self.policy.decode(part).cpu() for part in x.split(256)])
         values = self.rewards.score(self.rewards.batch(media, requests)).values
         self.last = values[:, self.strict]

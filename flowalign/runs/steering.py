@@ -94,7 +94,8 @@ class Steering:
 
     def rate(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return the weighted score of noisy latents, at a share of an evaluation each."""
-        assert isinstance(self.cfg, Search) and isinstance(self.cfg.value, LatentReward)
+        assert isinstance(self.cfg, Search)
+        assert isinstance(self.cfg.value, LatentReward)
         dims, costs = self.cfg.value.dims, self.rewards.costs
         with costs.paused():  # which would count evaluations that stop early as whole ones
             scores = self.cfg.value.score(x, sigma, cond)

@@ -1,4 +1,4 @@
-"""A search keeps the best states of a tree, costs what it says, and is best-of-N without pruning."""
+"""A search keeps the best states of a tree, and costs what it says; unpruned it is best-of-N."""
 
 import pytest
 import torch

@@ -117,16 +117,16 @@ def test_the_trusted_reward_is_asked_for_the_groups_that_were_planned(prompts, t
     loop, _ = opened(cfg, run, tmp_path)
     metrics = list(loop.run(range(4)))
     assert [m.get("refresh/asked") for m in metrics] == [None, 8.0, None, 8.0]
-    assert costs.reward_calls == 4 * 12 + 2 * 8, "learned: 12 samples a step; trusted: 2 groups of 4"
+    assert costs.reward_calls == 4 * 12 + 2 * 8, (
+        "learned: 12 samples a step; trusted: 2 groups of 4"
+    )
     assert all(m["refresh/pairs"] == 12 for m in metrics[1::2]), "6 pairs of each group of 4"
 
 
 def test_pairs_that_the_trusted_reward_failed_or_hardly_tells_apart_teach_nothing(
     prompts, tmp_path
 ):
-    inner = as_recipe(
-        new_recipe(prompts_per_step=5, on_failed_reward="drop_sample"), prompts
-    )
+    inner = as_recipe(new_recipe(prompts_per_step=5, on_failed_reward="drop_sample"), prompts)
     failing = recipe(prompts, inner=inner, groups=5, trusted=Redness(fail_on="ccc"))
     loop, _ = opened(failing, context(), tmp_path)
     assert next(loop.run([0]))["refresh/pairs"] == 4 * 6

@@ -1,6 +1,6 @@
 """Run a loop whose learned reward is refreshed between the steps.
 
-    step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> head of the reward
+step of the inner loop -> a few of its rollouts -> trusted scores -> pairs -> head of the reward
 """
 
 import time

@@ -37,7 +37,6 @@ from flowalign.training.checks import WeightChecks
 from flowalign.training.few_step.boundaries import Boundaries
 from flowalign.training.few_step.roles import Roles
 from flowalign.training.few_step.settings import Settings, Surrogate
-from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log, Loop
 from flowalign.training.rollouts.comparison import RewardComparison, outcome_credit
 from flowalign.training.rollouts.state_values import CompletionValues

@@ -183,7 +183,7 @@ def test_settings_that_no_run_can_use_are_refused(tmp_path):
     cfg.check(context())
     with pytest.raises(ValueError, match=r"policy.guidance is 3.0.*set it to 1.0"):
         cfg.check(context(guidance=3.0))
-    with pytest.raises(ValueError, match="guidance_weight is 0.3"):
+    with pytest.raises(ValueError, match=r"guidance_weight is 0\.3"):
         recipe(**PLAIN | {"guidance_weight": 0.3})
     with pytest.raises(ValueError, match="group of one"):
         recipe(**REWARDED | {"samples_per_prompt": 1})
