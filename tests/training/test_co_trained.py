@@ -78,6 +78,7 @@ def shown(policy) -> float:
     return float((colour[:, 0] - colour[:, 2]).mean())
 
 
+@pytest.mark.slow
 def test_a_hacked_head_is_corrected_and_the_policy_with_it(prompts, tmp_path):
     found = {}
     quick = {"head_updates": 8, "optimizer": Optimizer(learning_rate=0.1)}

@@ -32,7 +32,8 @@ class Roles:
     @property
     def trained(self) -> dict[str, Learner]:
         """Return the learners by the names of their roles."""
-        return {"generator": self.generator, **self.generator.companions}
+        trained = {"generator": self.generator, "fake": self.fake}
+        return trained | ({"surrogate": self.surrogate} if self.surrogate else {})
 
 
 def open_roles(cfg: Settings, learner: Learner, num_steps: int) -> Roles:

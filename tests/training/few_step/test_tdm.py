@@ -125,6 +125,7 @@ def test_a_step_costs_what_the_plan_says(settings):
     assert costs.reward_calls == costs.decodes
 
 
+@pytest.mark.slow
 def test_the_fake_score_learns_to_predict_the_generators_data():
     cfg = recipe(**PLAIN | {"prompts_per_step": 5, "samples_per_prompt": 16, "micro_batch": 80})
     loop, _ = opened(cfg, rate=1e-9)
@@ -155,6 +156,7 @@ def test_the_generator_moves_from_what_is_fake_to_what_is_real():
     assert not torch.equal(flat(learner.policy.denoiser), start)
 
 
+@pytest.mark.slow
 def test_a_surrogate_raises_the_reward_of_the_generator():
     surrogate = Surrogate(
         optimizer=FAST, weight=20.0, loss=DGPO(beta=10.0, clip=None, drift=0.0), slow=_slow()
