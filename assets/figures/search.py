@@ -5,7 +5,7 @@
 Samples the held-out prompts of configs/shapes.yaml with three seeds of noise, by trees of several
 sizes and by up to 13 independent samples. States and samples are valued by the reward of that file,
 whose dimension `strict` is also what is drawn. Writes `search.png` and `search.json` beside this
-script; four minutes on one core.
+script; five minutes on one core.
 """
 
 import json
