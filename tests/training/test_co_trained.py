@@ -9,11 +9,13 @@ from torch import nn
 from flowalign.functional.rating import Features
 from flowalign.rewards.composite import Rewards
 from flowalign.training import CoTrained, checkpoint
+from flowalign.training.co_trained.loop import Head
 from flowalign.training.co_trained.recorder import Recorder
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import RunContext
 from flowalign.types import MediaBatch, Refreshable, RewardModel, RewardOutput, RewardSpec
 from flowalign.utils.costs import Costs
+from reward_models.trained import TrainedReward
 from tests.fixtures.pixel import PixelPolicy, Redness
 from tests.fixtures.training import PROMPTS, as_recipe, checked, flat, new_learner, new_recipe
 
@@ -201,3 +203,25 @@ def test_a_reward_whose_head_cannot_be_trained_is_refused(prompts):
     run = replace(context(), rewards=Rewards([Redness()], {"redness": 1.0}))
     with pytest.raises(ValueError, match="cannot be trained"):
         recipe(prompts, dims={"redness": "redness"}).check(run)
+
+
+@pytest.mark.slow
+def test_a_trained_rewards_head_is_what_it_scores_by():
+    """Scores are those of its features, and follow a change of its head."""
+    model = TrainedReward("assets/shapes/preference", device="cpu", batch_size=3)
+    model.load()
+    media = torch.rand(4, 1, 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    prompts = ["a red circle", "two blue squares", "a green triangle", "a red circle"]
+    batch = MediaBatch(media, prompts)
+    features, before = model.features(batch), model.score(batch).values
+    torch.testing.assert_close(model.rated(features), before, atol=1e-5, rtol=1e-5)
+    head = Head(model, range(before.shape[1]))
+    with head.active():
+        head.scores(features).sum().backward()
+    assert all(p.grad is not None and not p.requires_grad for p in head.named.values())
+    with torch.no_grad():
+        for p in head.named.values():
+            p.add_(0.05)
+    after = model.score(batch).values
+    assert not torch.allclose(after, before, atol=1e-2)
+    torch.testing.assert_close(model.rated(features), after, atol=1e-5, rtol=1e-5)
