@@ -10,15 +10,23 @@ import torch
 from jsonargparse import ArgumentError, ArgumentParser
 from torch import Tensor, nn
 
-from flowalign.functional.rating import Rater
-from flowalign.types import Backbone, Head, MediaBatch, Need, PositiveInt, RewardSpec
+from flowalign.functional.rating import Features, Rater
+from flowalign.types import (
+    Backbone,
+    Head,
+    MediaBatch,
+    Need,
+    PositiveInt,
+    Refreshable,
+    RewardSpec,
+)
 from reward_models.checkpoints import find_file, load_exactly, read_tensors
 from reward_models.network import NetworkReward, Rated
 
 FORMAT = "flowalign trained reward 1"
 
 
-class TrainedReward(NetworkReward):
+class TrainedReward(NetworkReward, Refreshable):
     """Scores with a trained head on its backbone, with a gradient to the pixels.
 
     `units` of the scores: `z-score` over the training media, or `calibrated`, in which the
@@ -83,6 +91,22 @@ class TrainedReward(NetworkReward):
         current = {f"backbone.{n}": self.backbone.network.state_dict()[n] for n in frozen}
         load_exactly(whole, current | tensors, self.path)
         return whole
+
+    def head(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters of the head by name; statistics and units stay as they are."""
+        return dict(self.rater.head.named_parameters())
+
+    @torch.no_grad()
+    def features(self, batch: MediaBatch) -> Features:
+        """Return what the head reads of each sample."""
+        self.network.to(self.device)
+        parts = [self.backbone.embed(part) for part in batch.chunks(self.batch_size)]
+        joint, prompt = (torch.cat([getattr(p, n) for p in parts]) for n in ("joint", "prompt"))
+        return Features(joint, prompt).to(self.device)
+
+    def rated(self, features: Features) -> Tensor:
+        """Return the scores of samples with these features, with a gradient to the head."""
+        return self.rater.in_units(self.rater(features.to(self.device)), self.z_score)[0]
 
     def rate(self, batch: MediaBatch) -> Rated:
         """Return scores, and standard deviations of the dimensions that learned one."""

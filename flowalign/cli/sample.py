@@ -18,8 +18,10 @@ from flowalign.utils.interrupts import exit_code
 
 if TYPE_CHECKING:
     from flowalign.runs.config import Run
-    from flowalign.runs.distillation import Distillation
     from flowalign.runs.sample import Job
+    from flowalign.runs.steering import Steering
+    from flowalign.sampling.reward_sds import RewardSDS
+    from flowalign.sampling.search import Search
     from flowalign.types import Request
 
 HELP = "Make pictures with a run file's model, or a checkpoint of it."
@@ -45,6 +47,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=whole(1), help="number of prompts, from the first one; default: all")
     add("--num_steps", type=whole(1), help="default: as the run file evaluates, or trains")
     add("--seed", type=whole(*SEED), help="default: the run file's")
+    searches = parser.add_argument_group("search, without training").add_mutually_exclusive_group()
+    searches.add_argument(
+        "--search",
+        metavar="FILE",
+        help="search a tree of states that is pruned by their values, the rewards of the run file; "
+        "FILE has its settings, such as configs/search/shapes.yaml",
+    )
+    searches.add_argument(
+        "--best_of",
+        type=whole(2),
+        metavar="N",
+        help="sample N times, and keep what the rewards of the run file say is the best",
+    )
     _add_reward_sds(parser.add_argument_group("RewardSDS, arXiv:2503.09601").add_argument)
 
 
@@ -78,6 +93,8 @@ def run(args: argparse.Namespace) -> int:
     log = Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print
     try:
         job = _job(args)
+        if job.planned:
+            log(job.planned)
         grid = is_file_name(_out(args), bool(job.fps))
         log((write_as_grid if grid else write_folder)(job))
         return 0
@@ -114,10 +131,12 @@ def _job(args: argparse.Namespace) -> "Job":
         "num_steps": num_steps,
         "seed": seed,
     }
-    distillation = _distillation(args, run_file)
+    steering = _steering(args, run_file)
+    if steering:
+        steering.check_steps(num_steps)
     return Job(
         run_file,
-        settings | (_distilled(distillation, yaml.safe_load(text)) if distillation else {}),
+        settings | (_steered(steering, yaml.safe_load(text)) if steering else {}),
         requests[: args.limit],
         args.count,
         num_steps,
@@ -125,7 +144,7 @@ def _job(args: argparse.Namespace) -> "Job":
         args.weights,
         Path(_out(args)),
         micro_batch,
-        distillation,
+        steering,
     )
 
 
@@ -143,14 +162,42 @@ def _requests(args: argparse.Namespace, run_file: "Run") -> list["Request"]:
     return [request for _, request in located]
 
 
-def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | None":
-    """Return how latents are optimised, if they are.
+def _steering(args: argparse.Namespace, run_file: "Run") -> "Steering | None":
+    """Return how latents are optimised or searched for, if they are.
 
     Raises:
-        ValueError: An option of RewardSDS is given without it, no reward has a weight, or the run
-            guides its sampling by a reward.
+        ValueError: Options exclude each other or the run's guidance, or no reward has a weight.
     """
-    from flowalign.runs.distillation import Distillation
+    from flowalign.runs.steering import Steering
+    from flowalign.sampling.search import Search
+
+    sds, (tree, settings) = _reward_sds(args), _search(args)
+    if sds and tree:
+        raise ValueError("--reward_sds and a search exclude each other: give one of them")
+    cfg = sds or tree
+    if cfg is None:
+        return None
+    option = "--reward_sds" if sds else "a search"
+    if run_file.evaluation and run_file.evaluation.reward_guidance:
+        raise ValueError(
+            f"evaluation.reward_guidance does not go with {option}, which it does not reach; "
+            "leave one out, the guidance with --evaluation.reward_guidance null"
+        )
+    if run_file.dressing and run_file.dressing.guidance is not None:
+        raise ValueError(
+            f"the guidance of dressing {type(run_file.dressing).__name__} does not go with "
+            f"{option}; leave one out, the dressing with --dressing null"
+        )
+    rewards = run_file.build_rewards()
+    if isinstance(cfg, Search) or cfg.weighting != "none":
+        rewards.check_weights()
+    steering = Steering(cfg, rewards.weighted(), settings or json.loads(json.dumps(asdict(cfg))))
+    steering.check()
+    return steering
+
+
+def _reward_sds(args: argparse.Namespace) -> "RewardSDS | None":
+    """Return how latents are optimised; raise ValueError for options of it that stand alone."""
     from flowalign.sampling.reward_sds import RewardSDS
 
     options = {"noises": "noises", "weighting": "weighting", "latent_rate": "learning_rate"}
@@ -160,22 +207,28 @@ def _distillation(args: argparse.Namespace, run_file: "Run") -> "Distillation | 
         if given:
             raise ValueError(f"--{next(iter(given))} is an option of --reward_sds: give that, too")
         return None
-    if run_file.evaluation and run_file.evaluation.reward_guidance:
-        raise ValueError(
-            "--reward_sds optimises latents, which evaluation.reward_guidance does not reach; "
-            "leave one out, the guidance with --evaluation.reward_guidance null"
-        )
-    cfg = RewardSDS(steps=args.reward_sds, **{options[name]: v for name, v in given.items()})
-    rewards = run_file.build_rewards()
-    if cfg.weighting != "none":
-        rewards.check_weights()
-    return Distillation(cfg, rewards.weighted())
+    return RewardSDS(steps=args.reward_sds, **{options[name]: v for name, v in given.items()})
 
 
-def _distilled(distillation: "Distillation", settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of an optimisation that decide a picture, as JSON gives them back."""
-    cfg = json.loads(json.dumps(asdict(distillation.cfg)))
-    return {"reward_sds": cfg} | {name: settings[name] for name in ("rewards", "reward_weights")}
+def _search(args: argparse.Namespace) -> "tuple[Search | None, dict[str, Any]]":
+    """Return what tree is searched for each picture, if one is, and its settings as JSON."""
+    import yaml
+
+    from flowalign.sampling.search import Search
+    from flowalign.utils.yaml_files import load_typed
+
+    if args.best_of:
+        return Search(width=args.best_of), {"width": args.best_of}
+    if args.search is None:
+        return None, {}
+    tree, text = load_typed(Search, "flowalign sample --search", args.search)
+    return tree, yaml.safe_load(text)
+
+
+def _steered(steering: "Steering", settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that decide a picture, for the manifest of a folder."""
+    weighed = {name: settings[name] for name in ("rewards", "reward_weights")}
+    return {steering.name: steering.settings} | weighed
 
 
 def _hashed(requests: "Sequence[Request]") -> str:

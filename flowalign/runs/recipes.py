@@ -18,7 +18,7 @@ _NO_RUNS = ("rewards",)
 """Folders of configs/ that hold no run files."""
 _BEHIND = ("methods", "tasks")
 """Folders of files that go behind a model's."""
-_UNPLANNED = "reward/", "clip_pairs/"
+_UNPLANNED = "reward/", "clip_pairs/", "search/"
 """Folders of files of other verbs than `train`."""
 _FIRST_LINE = re.compile(r"# \[([\w ]+)\] (.+)")
 _PAPER = re.compile(r"arXiv:(\d{4}\.\d{5}(?:v\d+)?)")

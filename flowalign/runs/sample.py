@@ -23,8 +23,7 @@ from flowalign.distributed.processes import join
 from flowalign.media.encode import CLIPS, write_clip
 from flowalign.media.image_grid import PICTURE_FILES, fitted, write_grid, write_picture
 from flowalign.runs.config import Run
-from flowalign.runs.distillation import Distillation
-from flowalign.sampling.reward_sds import optimise
+from flowalign.runs.steering import Steering
 from flowalign.sampling.rollout import generate
 from flowalign.types import Request
 from flowalign.utils.console import Progress
@@ -59,8 +58,9 @@ class Job:
     """File of a grid, or folder."""
     micro_batch: int
     """Pictures or clips per network call."""
-    distillation: Distillation | None = None
-    """How latents are optimised in place of being sampled; null: they are sampled."""
+    steering: Steering | None = None
+    """How latents are optimised or searched for in place of being sampled; null: they are
+    sampled."""
 
     def load(self) -> None:
         """Load the weights of the model."""
@@ -69,8 +69,8 @@ class Job:
         self.run.load_policy(join(self.run.device).device)
         if self.weights:
             self.run.policy.load_weights(self.weights)
-        if self.distillation:
-            self.distillation.rewards.load()
+        if self.steering:
+            self.steering.load(self.run.policy)
 
     @property
     def fps(self) -> float | None:
@@ -80,13 +80,26 @@ class Job:
     def media(self, requests: Sequence[Request], generators: Sequence[torch.Generator]) -> Tensor:
         """Sample media, [n, F, 3, H, W] in [0, 1], on the CPU."""
         policy, steps, size = self.run.policy, self.num_steps, self.micro_batch
-        if not self.distillation:
+        if not self.steering:
             guidance = self.run.evaluation.reward_guidance if self.run.evaluation else None
             given = requests, steps, generators, size, guidance, self.run.dressing
             return self.decoded(generate(policy, *given))
-        score = self.distillation.score(self.decoded, self.fps)
-        cfg = self.distillation.cfg
-        return self.decoded(optimise(policy, score, requests, cfg, steps, generators, size))
+        if self.run.dressing:
+            requests = [self.run.dressing.at_sampling(request) for request in requests]
+        latents = self.steering.sampled(policy, self.decoded, requests, steps, generators, size)
+        return self.decoded(latents)
+
+    @property
+    def planned(self) -> str:
+        """Return what all media will cost, or an empty text if that is not planned."""
+        count = len(self.requests) * self.count
+        return self.steering.plan(self.run.policy, self.num_steps, count) if self.steering else ""
+
+    def spent(self, count: int) -> str:
+        """Return what `count` media have cost, behind a semicolon; empty if it was not planned."""
+        if not self.steering or not count:
+            return ""
+        return self.steering.check_spent(self.run.policy, self.num_steps, count)
 
     def decoded(self, latents: Tensor) -> Tensor:
         """Decode latents to media on the CPU."""
@@ -158,12 +171,13 @@ def write_as_grid(job: Job) -> str:
     if len(media) == 1 and not job.fps:
         job.out.parent.mkdir(parents=True, exist_ok=True)
         write_picture(job.out, media[0, 0])
-        return f"1 picture: {job.out}"
+        return f"1 picture: {job.out}{job.spent(1)}"
     if job.fps or not all(request.references for request in job.requests):
         what = write_grid(job.out, media, job.count, job.fps)
-        return f"{what}: {job.out}"
+        return f"{what}: {job.out}{job.spent(len(requests))}"
     write_grid(job.out, _beside_sources(job, media), job.count + 1, None)
-    return f"{len(media)} pictures beside their {len(job.requests)} sources: {job.out}"
+    beside = f"{len(media)} pictures beside their {len(job.requests)} sources: {job.out}"
+    return f"{beside}{job.spent(len(requests))}"
 
 
 def _beside_sources(job: Job, media: Tensor) -> Tensor:
@@ -213,15 +227,17 @@ def write_folder(job: Job) -> str:
     _list(out, media, job.seed)
     if todo:
         job.load()
-    start, made = time.perf_counter(), 0
+    start, made, drawn = time.perf_counter(), 0, 0
     with Progress(len(todo), console=Console(stderr=True)) as progress:
         for step, batch in enumerate(todo):
             made += _draw(job, batch)
+            drawn += len(batch)
             progress.update(step, {"throughput": made / (time.perf_counter() - start)})
     rate = made / (time.perf_counter() - start)
     _list(out, media, job.seed)
     what = "clips" if job.fps else "pictures"
-    return f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
+    told = f"{len(media)} {what}, {made} of them new, {rate:.1f} {what}/s: {out}"
+    return f"{told}{job.spent(drawn)}"
 
 
 def _draw(job: Job, batch: Sequence[Medium]) -> int:

@@ -5,8 +5,10 @@ evaluation and checks are shared by all of them.
 """
 
 from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.co_trained import CoTrained
 from flowalign.training.ema import EMA
 from flowalign.training.evaluate import Evaluation
+from flowalign.training.few_step import TDM
 from flowalign.training.learner import Learner, Optimizer, TrainingFailure
 from flowalign.training.matching import Matching
 from flowalign.training.policy_gradient import PolicyGradient
@@ -16,6 +18,7 @@ from flowalign.training.reward_gradient import RewardGradient
 __all__ = [
     "EMA",
     "Checkpoints",
+    "CoTrained",
     "Evaluation",
     "Learner",
     "Loop",
@@ -27,5 +30,6 @@ __all__ = [
     "RecipePlan",
     "RewardGradient",
     "RunContext",
+    "TDM",
     "TrainingFailure",
 ]

@@ -29,6 +29,7 @@ from flowalign.training.learner import Learner
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt
 
 _PREFIX = "step-"
+_COUNTERS = ("num_updates", "num_skipped", "skipped_in_a_row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,15 +69,8 @@ def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str
             with learner.ema.applied():
                 learner.policy.save_weights(str(partial / "ema"))
         save_file(_tensors(learner), partial / "state" / "training.safetensors")
-        counters: dict[str, Any] = {
-            "step": step,
-            "num_updates": learner.num_updates,
-            "num_skipped": learner.num_skipped,
-            "skipped_in_a_row": learner.skipped_in_a_row,
-        }
-        counters["average_updates"] = {n: a.num_updates for n, a in learner.averages.items()}
-        counters["scaler"] = learner.scaler.state_dict()
-        (partial / "state" / "loop.json").write_text(json.dumps(counters | dict(loop), indent=1))
+        counters = {"step": step, **_counters(learner), **loop}
+        (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
         (partial / "config.yaml").write_text(config)
         sizes = {
             str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()
@@ -116,7 +110,7 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     with safe_open(folder / "state" / "training.safetensors", "pt") as file:
         names = set(file.keys())
         got = {name: file.get_tensor(name) for name in names}
-    differ = {n for n in names ^ wanted.keys() if not n.startswith("optimizer.")}
+    differ = {n for n in names ^ wanted.keys() if "optimizer." not in n}
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
         raise ValueError(
@@ -176,8 +170,18 @@ def _by_step(root: Path) -> list[Path]:
     return sorted((f for f in steps if steps[f].isdecimal()), key=lambda f: int(steps[f]))
 
 
+def _counters(learner: Learner) -> dict[str, Any]:
+    """Return what training counts, as JSON values; also of companions."""
+    counters: dict[str, Any] = {name: getattr(learner, name) for name in _COUNTERS}
+    counters["average_updates"] = {n: a.num_updates for n, a in learner.averages.items()}
+    counters["scaler"] = learner.scaler.state_dict()
+    if learner.companions:
+        counters["companions"] = {n: _counters(c) for n, c in learner.companions.items()}
+    return counters
+
+
 def _tensors(learner: Learner) -> dict[str, Tensor]:
-    """Return every tensor that training changes, by name."""
+    """Return every tensor that training changes, by name; those of companions behind theirs."""
     out = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in learner.named.items()}
     for kind, kept in learner.averages.items():
         pairs = zip(learner.named, kept.average, strict=True)
@@ -185,6 +189,8 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
     for name, p in learner.named.items():
         for key, value in learner.optimizer.state.get(p, {}).items():
             out[f"optimizer.{name}:{key}"] = value.detach().cpu().contiguous()
+    for name, companion in learner.companions.items():
+        out |= {f"{name}/{n}": t for n, t in _tensors(companion).items()}
     return {n: t.clone() for n, t in out.items()}
 
 
@@ -205,5 +211,9 @@ def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, 
     groups = learner.optimizer.state_dict()["param_groups"]
     learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
     learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
-    for name in ("num_updates", "num_skipped", "skipped_in_a_row"):
+    for name in _COUNTERS:
         setattr(learner, name, loop[name])
+    for name, companion in learner.companions.items():
+        prefix = f"{name}/"
+        own = {n.removeprefix(prefix): t for n, t in got.items() if n.startswith(prefix)}
+        _write_back(companion, own, loop["companions"][name])

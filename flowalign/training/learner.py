@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from flowalign.distributed.processes import Processes
 from flowalign.training.ema import EMA
 from flowalign.training.reference import reference_for
+from flowalign.training.trained_weights import TrainedSet, TrainedWeights
 from flowalign.types import Policy, VelocityField
 from flowalign.utils.ranges import (
     Decay,
@@ -64,7 +66,11 @@ class Optimizer:
 
 
 class Learner:
-    """Updates the weights of a policy, and owns what a checkpoint restores of it."""
+    """Updates the weights of a policy, and owns what a checkpoint restores of it.
+
+    Other parameters may be trained beside the policy's, such as further adapters of its network:
+    `companions`, each a learner with an optimizer, averages and skipped updates of its own.
+    """
 
     def __init__(
         self,
@@ -73,12 +79,20 @@ class Learner:
         processes: Processes,
         total_updates: int,
         ema: tuple[float, int] | None = None,
+        weights: TrainedSet | None = None,
     ):
         self.policy, self.cfg, self.processes = policy, cfg, processes
-        self.total_updates = total_updates
-        self.fields: dict[str, VelocityField] = {"reference": reference_for(policy)}
+        self.total_updates, self.weights = total_updates, weights
+        self.fields: dict[str, VelocityField] = {}
         """What the policy is compared with or learns from, by name; nothing here is trained."""
-        self.named = {n: p for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+        self.companions: dict[str, Learner] = {}
+        """Learners of other parameters, by name."""
+        if weights is None:
+            self.fields["reference"] = reference_for(policy)
+            own = policy.denoiser.named_parameters()
+            self.named = {name: p for name, p in own if p.requires_grad}
+        else:
+            self.named = weights.named
         self.parameters: list[nn.Parameter] = list(self.named.values())
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -107,9 +121,28 @@ class Learner:
         """Return the average that is evaluated and saved beside the live weights, or None."""
         return self.averages.get("ema")
 
+    @property
+    def field(self) -> VelocityField:
+        """Return the field of the weights of the network that this learner trains."""
+        assert self.weights is None or isinstance(self.weights, TrainedWeights)
+        return self.policy if self.weights is None else self.weights
+
+    def add_companion(
+        self, name: str, cfg: Optimizer, total_updates: int, weights: TrainedSet | None = None
+    ) -> "Learner":
+        """Train other parameters beside these, and return their learner; None copies these.
+
+        Add it before a checkpoint is restored, and a copy before the policy is trained.
+        """
+        weights = weights or TrainedWeights(self.policy)
+        found = Learner(self.policy, cfg, self.processes, total_updates, weights=weights)
+        self.companions[name] = found
+        return found
+
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient."""
-        self.scaler.scale(loss).backward()
+        with self.weights.active() if self.weights else nullcontext():
+            self.scaler.scale(loss).backward()
 
     def step(self) -> dict[str, float]:
         """Sum gradients over ranks, clip them and update; skip the update if one is not finite."""

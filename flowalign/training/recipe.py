@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
@@ -111,8 +111,10 @@ class Recipe(ABC):
     on_failed_reward: OnFailure
     """Whether a reward that could not be computed ends the run, or drops samples."""
 
-    open_files: ClassVar[Sequence[str]] = ()
-    """Files of the run directory that `open` writes, and goes on with where it was killed."""
+    @property
+    def open_files(self) -> Sequence[str]:
+        """Return the files of the run directory that `open` writes, and goes on with if killed."""
+        return ()
 
     @property
     @abstractmethod

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
+from flowalign.training.trained_weights import TrainedWeights
 from flowalign.types import Cond, Policy, Request, VelocityField
 from flowalign.utils.adapters import adapters_of, adapters_off
 
@@ -129,8 +130,8 @@ def _with_policy(field: VelocityField, policy: Policy) -> VelocityField:
     return inner
 
 
-def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride:
-    assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride)
+def _around(field: VelocityField) -> AdapterOff | FrozenCopy | WeightOverride | TrainedWeights:
+    assert isinstance(field, AdapterOff | FrozenCopy | WeightOverride | TrainedWeights)
     return field
 
 

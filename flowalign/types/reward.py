@@ -278,6 +278,22 @@ class Fittable(ABC):
         """
 
 
+class Refreshable(ABC):
+    """Marks a `RewardModel` whose head can be trained on between the steps of a run."""
+
+    @abstractmethod
+    def head(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters of the head by name; the model is loaded."""
+
+    @abstractmethod
+    def features(self, batch: MediaBatch) -> Features:
+        """Return what the head reads of each sample, without gradient."""
+
+    @abstractmethod
+    def rated(self, features: Features) -> Float[Tensor, "n R"]:
+        """Return the scores of samples with these features, with a gradient to the head."""
+
+
 class Backbone(Loadable):
     """Turns media and prompts into features, for a trained head to rate."""
 

@@ -551,3 +551,44 @@ def test_guidance_by_a_reward_does_not_go_with_reward_sds(tmp_path):
     args, args.overrides = parser.parse_known_args([*given, "--out", str(tmp_path / "out")])
     with pytest.raises(ConfigError, match="reward_guidance"):
         sample_command.run(args)
+
+
+# ---------------------------------------------------------------- search
+
+
+def test_a_search_says_its_cost_before_and_after_and_goes_on(sample, tmp_path, capsys):
+    tree = tmp_path / "tree.yaml"
+    tree.write_text("{width: 4, prune: [2], keep: 1, branches: 2, value: {max_steps: 1}}")
+    assert sample("--search", tree, "--count", 2, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr().err
+    # a picture: 4 noises take three steps, 2 states the last; 4 estimates and 2 samples are scored
+    assert "10 to search: 140 network evaluations, 60 decodes for rewards, 60 reward calls" in said
+    assert "spent as planned: 140 network evaluations, 60 decodes" in said
+    assert sample("--search", tree, "--count", 2, "--out", tmp_path / "out") == 0
+    assert "10 pictures, 0 of them new" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="search"):
+        sample("--best_of", 4, "--count", 2, "--out", tmp_path / "out")
+
+
+def test_the_best_of_several_is_redder_than_one(sample, tmp_path):
+    assert sample("--best_of", 16, "--count", 1, "--out", tmp_path / "best") == 0
+    assert sample("--best_of", 2, "--count", 1, "--out", tmp_path / "two") == 0
+
+    def redness(folder: str) -> float:
+        shown = [pixels(tmp_path / folder, f"{i:06d}-00").mean((0, 1)) for i in range(5)]
+        return float(np.mean([one[0] - one[2] for one in shown]))
+
+    assert redness("best") > redness("two") + 10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--search", "absent.yaml"], "absent.yaml"),
+        (["--best_of", 4, "--reward_sds", 3], "exclude each other"),
+        (["--best_of", 4, "--reward_weights.redness", "0.0"], "reward_weights are all zero"),
+    ],
+)
+def test_searches_that_cannot_be_made_are_refused(sample, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        sample(*options, "--out", tmp_path / "out")

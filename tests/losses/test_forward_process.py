@@ -301,6 +301,28 @@ def test_dgpo_has_the_value_and_the_gradient_over_beta_of_its_sigmoid_form(clip)
     assert_close(grad, gradient(preference, residuals.policy) / beta)
 
 
+def test_dgpo_holds_errors_near_the_references_and_stops_rows_that_ran_away():
+    """The terms of TDM-R1, on top of the gradient without them."""
+    residuals, batch = drawn(), scored(ADVANTAGE, GROUP)
+    plain = DGPO(beta=3.0, clip=None)
+    _, _, grad = run(plain, residuals, batch)
+    reference = sample_error(residuals.required_reference)
+
+    def drift(v: Tensor) -> Tensor:
+        return 0.4 * (sample_error(v) - reference).square().mean()
+
+    _, _, held = run(DGPO(beta=3.0, clip=None, drift=0.4), residuals, batch)
+    assert_close(held, grad + gradient(drift, residuals.policy))
+    change = sample_error(residuals.policy) - reference
+    limit = float(change.square().median())
+    away = (ADVANTAGE * change < 0) & (change.square() > limit)
+    assert away.any()
+    assert not away.all()
+    _, stats, stopped = run(DGPO(beta=3.0, clip=None, runaway=limit), residuals, batch)
+    assert_close(stats["clip_fraction"], away.float().mean())
+    assert_close(stopped, torch.where(away.reshape(-1, 1, 1, 1), 0.0, grad))
+
+
 def test_crd_at_its_old_policy_pulls_and_pushes_by_the_centred_optimality():
     residuals = drawn()
     residuals = replace(residuals, old=residuals.policy)

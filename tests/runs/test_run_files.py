@@ -109,6 +109,11 @@ NEW = [
     ["configs/shapes_edit_nft.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
     ["configs/shapes_draft.yaml"],
+    ["configs/shapes_tdm.yaml"],
+    ["configs/shapes_tdm_r1.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/tdm.yaml"],
+    ["configs/models/sd35_medium.yaml", "configs/methods/tdm_r1.yaml"],
+    ["configs/shapes_co_trained.yaml"],
     ["configs/shapes_flow_nrg.yaml"],
     ["configs/credit/shapes/latent_gain.yaml"],
     ["configs/credit/shapes/euphonium.yaml"],
@@ -200,7 +205,7 @@ def in_the_repository(monkeypatch):
 
 def run_files() -> list[str]:
     """Return the files of training runs and their parts; other commands have files of theirs."""
-    others = ("configs/rewards/", "configs/reward/", "configs/clip_pairs/")
+    others = tuple(f"configs/{name}/" for name in ("rewards", "reward", "clip_pairs", "search"))
     files = [file.relative_to(ROOT).as_posix() for file in (ROOT / "configs").rglob("*.yaml")]
     return sorted(file for file in files if not file.startswith(others))
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from flowalign.functional.distribution_matching import ran_away
 from flowalign.functional.forward_process import dgpo, group_preference, moved_too_far
 from flowalign.functional.matching import sample_error
 from flowalign.functional.preference_loss import sigmoid_link
 from flowalign.losses.matching.groups import gathered
 from flowalign.losses.matching.links import require_positive
 from flowalign.types import ALONE, Examples, LossContext, MatchingLoss, Requirements, Residuals
-from flowalign.utils.ranges import PositiveFloat
+from flowalign.utils.ranges import NonNegativeFloat, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +37,19 @@ class DGPO(MatchingLoss):
     relative_to: Literal["reference", "old"] = "reference"
     """Whose errors are l_ref: the reference's, or those of `recipe.old`, which follows fast: decay
     min(.3, .001 n)."""
+    drift: NonNegativeFloat = 0.0
+    """Weight of mean (l - l_ref)^2, which holds errors near the reference's. TDM-R1: .001; DGPO:
+    0."""
+    runaway: PositiveFloat | None = None
+    """Largest (l - l_ref)^2 of a row that has moved the way of its advantage, beyond which it has
+    no gradient. TDM-R1: .05. Null: none."""
 
     def __post_init__(self) -> None:
         """Reject settings that are not positive."""
         require_positive(beta=self.beta)
-        if self.clip is not None:
-            require_positive(clip=self.clip)
+        for name in ("clip", "runaway"):
+            if getattr(self, name) is not None:
+                require_positive(**{name: getattr(self, name)})
 
     @property
     @override
@@ -65,23 +73,36 @@ class DGPO(MatchingLoss):
         """Return the mean loss over rows with the gradient of their code, and scalars."""
         base = residuals.required_old if self._from_old else residuals.required_reference
         advantage, error = batch.required_advantage, sample_error(residuals.policy)
-        change = error.detach() - sample_error(base)
+        reference = sample_error(base)
+        change = error.detach() - reference
         same, (changes, advantages) = gathered(batch, context, change, advantage)
         preference = group_preference(changes, advantages, same, self.beta)
-        stopped = torch.zeros_like(advantage, dtype=torch.bool)
-        if self.clip is not None:
-            old = sample_error(residuals.required_old)
-            stopped = moved_too_far(error, old, advantage, self.clip)
+        stopped = self._stopped(residuals, error, reference, advantage)
         descent = (batch.weight * dgpo(error, advantage, preference, stopped)).mean()
         value = (batch.weight * sigmoid_link(-preference)).mean()
         loss = value + (descent - descent.detach())
+        drift = (batch.weight * (error - reference).square()).mean()
+        loss = loss + self.drift * drift if self.drift else loss
         return loss, {
             "policy_loss": loss.detach(),
+            "drift": drift.detach(),
             "error": error.detach().mean(),
             "margin": -preference.mean(),
             "implicit_accuracy": (preference < 0).float().mean(),
             "clip_fraction": stopped.float().mean(),
         }
+
+    def _stopped(
+        self, residuals: Residuals, error: Tensor, reference: Tensor, advantage: Tensor
+    ) -> Tensor:
+        """Return which rows have no gradient, because they have moved far enough."""
+        stopped = torch.zeros_like(advantage, dtype=torch.bool)
+        if self.clip is not None:
+            old = sample_error(residuals.required_old)
+            stopped = stopped | moved_too_far(error, old, advantage, self.clip)
+        if self.runaway is not None:
+            stopped = stopped | ran_away(error, reference, advantage, self.runaway)
+        return stopped
 
     @property
     def _from_old(self) -> bool:

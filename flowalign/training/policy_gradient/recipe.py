@@ -23,7 +23,10 @@ from flowalign.types import ModelPlan
 class PolicyGradient(CreditedRollouts, Recipe):
     """Configures online reinforcement learning: sample, score, credit steps, update, repeat."""
 
-    open_files = (FILE,)
+    @property
+    @override
+    def open_files(self) -> Sequence[str]:
+        return (FILE,)
 
     @property
     @override
