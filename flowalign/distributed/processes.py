@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flowalign.distributed.failures import FOLDER
+from flowalign.distributed.rendezvous import SOON, Rendezvous
 
 T = TypeVar("T")
 K = TypeVar("K")
-_PATIENCE = timedelta(hours=24)
-"""Timeout of collective calls: a rank may encode for hours; if one dies, the launcher ends all."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +25,8 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    rendezvous: Rendezvous | None = None
+    """Where ranks wait for one another before a collective call; None: only in the call itself."""
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +43,7 @@ class Processes:
         if self.world == 1:
             return tensor.cpu()
         parts: list[Tensor] = [torch.empty(0)] * self.world
+        self._meet("gather")
         dist.all_gather_object(parts, tensor.detach().cpu())
         return torch.cat(parts)
 
@@ -50,6 +52,7 @@ class Processes:
         parts: list[Mapping[str, float]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
+            self._meet("total")
             dist.all_gather_object(parts, dict(mine))
         names = sorted({name for part in parts for name in part})
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
@@ -59,6 +62,7 @@ class Processes:
         parts: list[Mapping[K, T]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
+            self._meet("merged")
             dist.all_gather_object(parts, dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
@@ -77,6 +81,7 @@ class Processes:
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over ranks in place, and return it."""
         if self.world > 1:
+            self._meet("sum")
             dist.all_reduce(tensor)
         return tensor
 
@@ -89,7 +94,12 @@ class Processes:
     def barrier(self) -> None:
         """Wait for all other processes."""
         if self.world > 1:
+            self._meet("barrier")
             dist.barrier()
+
+    def _meet(self, call: str) -> None:
+        if self.rendezvous:
+            self.rendezvous.meet(call)
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -118,10 +128,13 @@ def join(device: str = "auto") -> Processes:
         folder = os.environ.get(FOLDER)  # torchrun announces a port instead
         store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
         backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, timeout=_PATIENCE, store=store, rank=rank, world_size=world
-        )
-    return Processes(rank, world, chosen)
+        dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
+    return Processes(rank, world, chosen, _rendezvous() if world > 1 else None)
+
+
+@cache
+def _rendezvous() -> Rendezvous:
+    return Rendezvous()
 
 
 def _kind(device: str) -> str:

@@ -2,10 +2,12 @@
 
 from flowalign.runs import memory
 from flowalign.runs.config import Run
+from flowalign.runs.policy_setup import check_world
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
+    check_world(run.sharding, world)
     model = run.policy.plan()
     if run.evaluation and len(run.evaluation.items()) < world:
         raise ValueError(

@@ -1,0 +1,91 @@
+"""Keep ranks in step that do different amounts of work on weights which they share in parts.
+
+A block whose weights are sharded can only compute after all ranks have gathered it, but ranks make
+different numbers of evaluations: samples are dropped, branches end, one rank saves. So each rank
+announces every gathering, and every other collective call, before it makes it. The lowest number
+is served: who announced it goes on, the others only lend their part of that block, and all
+announce again. Ranks that have come to another collective lend until every rank has come to it.
+"""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+PATIENCE = timedelta(hours=24)
+"""Timeout of an announcement: a rank may encode for hours. One that dies closes its connections,
+which ends the others at once."""
+SOON = timedelta(minutes=10)
+"""Timeout of what was announced by all ranks, which therefore are about to make it."""
+
+
+class Rendezvous:
+    """Announces collective calls of this process to the others; all ranks must make one."""
+
+    def __init__(self) -> None:
+        self.everyone = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self._sharers: dist.ProcessGroup | None = None
+        self._lend: Sequence[Callable[[], None]] = ()
+        self._lending = False
+
+    def share(self, groups: Sequence[Sequence[int]], lend: Sequence[Callable[[], None]]) -> None:
+        """Begin to announce gatherings in this rank's one of several groups of ranks.
+
+        `lend` makes the gathering of each block without using it; all ranks must call this.
+        """
+        for ranks in groups:
+            made = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+            if dist.get_rank() in ranks:
+                self._sharers = made
+        self._lend = lend
+
+    def gathering(self, block: int, backward: bool) -> None:
+        """Return when all ranks are about to gather this block, lending others until then.
+
+        Lowest numbers are of ranks that lag behind: a forward pass comes before a backward pass,
+        and in each the block that is computed earlier. Block 0 is the network around the others.
+        """
+        if self._lending or self._sharers is None:
+            return
+        count = len(self._lend)
+        number = count + -block % count if backward else block
+        while (least := _least(self._sharers, number)) != number:
+            self._lend_block(least)
+
+    def meet(self, call: str) -> None:
+        """Return when all ranks have come to this collective call, lending blocks until then.
+
+        Raises:
+            ConnectionError: Another process ended or cannot be reached.
+            RuntimeError: Ranks have come to different calls.
+        """
+        none = 2 * len(self._lend)
+        while self._sharers and (least := _least(self._sharers, none)) < none:
+            self._lend_block(least)
+        mine = crc32(call.encode())
+        if _least(self.everyone, mine) != mine or -_least(self.everyone, -mine) != mine:
+            calls = [""] * dist.get_world_size(self.everyone)
+            dist.all_gather_object(calls, call, group=self.everyone)
+            raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
+
+    def _lend_block(self, number: int) -> None:
+        self._lending = True
+        try:
+            self._lend[-number % len(self._lend) if number >= len(self._lend) else number]()
+        finally:
+            self._lending = False
+
+
+def _least(group: dist.ProcessGroup, mine: int) -> int:
+    """Return the lowest number that a rank of the group announces."""
+    number = torch.tensor(mine)
+    try:
+        dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+    except RuntimeError as error:
+        raise ConnectionError(
+            "another process of this run ended or cannot be reached, so this one ends, too: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return int(number)
