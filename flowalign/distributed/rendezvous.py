@@ -51,7 +51,7 @@ class Rendezvous:
             return
         count = len(self._lend)
         number = count + -block % count if backward else block
-        while (least := _least(self._sharers, number)) != number:
+        while (least := _least(self._sharers, number)[0]) != number:
             self._lend_block(least)
 
     def meet(self, call: str) -> None:
@@ -62,10 +62,10 @@ class Rendezvous:
             RuntimeError: Ranks have come to different calls.
         """
         none = 2 * len(self._lend)
-        while self._sharers and (least := _least(self._sharers, none)) < none:
+        while self._sharers and (least := _least(self._sharers, none)[0]) < none:
             self._lend_block(least)
         mine = crc32(call.encode())
-        if _least(self.everyone, mine) != mine or -_least(self.everyone, -mine) != mine:
+        if _least(self.everyone, mine, -mine) != [mine, -mine]:
             calls = [""] * dist.get_world_size(self.everyone)
             dist.all_gather_object(calls, call, group=self.everyone)
             raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
@@ -78,14 +78,14 @@ class Rendezvous:
             self._lending = False
 
 
-def _least(group: dist.ProcessGroup, mine: int) -> int:
-    """Return the lowest number that a rank of the group announces."""
-    number = torch.tensor(mine)
+def _least(group: dist.ProcessGroup, *mine: int) -> list[int]:
+    """Return the lowest of the numbers that the ranks of the group announce, place by place."""
+    numbers = torch.tensor(mine)
     try:
-        dist.all_reduce(number, dist.ReduceOp.MIN, group=group)
+        dist.all_reduce(numbers, dist.ReduceOp.MIN, group=group)
     except RuntimeError as error:
         raise ConnectionError(
             "another process of this run ended or cannot be reached, so this one ends, too: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    return int(number)
+    return numbers.tolist()
