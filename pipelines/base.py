@@ -17,7 +17,7 @@ from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
-from pipelines.sharding import ShardablePolicy
+from pipelines.sharding import ShardablePolicy, gathered_parameters
 from pipelines.speed import AcceleratedPolicy
 from pipelines.weights import (
     DTYPES,
@@ -97,6 +97,7 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
             with torch.device("meta"):
                 denoiser = self.transformer_class.from_config(transformer)
                 total = sum(p.numel() for p in denoiser.parameters())
+                gathered = gathered_parameters(denoiser)
                 prepare_training(denoiser, self.lora)
             tokens = self.num_tokens(latent_shape, transformer)
         activated = activations(transformer, tokens, self.gradient_checkpointing)
@@ -106,6 +107,7 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=DTYPES[self.precision].itemsize,
             activation_bytes=activated * DTYPES[self.precision].itemsize,
+            gathered_parameters=gathered,
             sigmas=partial(self.sigmas, scheduler),
         )
 

@@ -70,9 +70,7 @@ class _AnnouncedGather:
     def __init__(self, rendezvous: Rendezvous, number: int):
         self.rendezvous, self.number = rendezvous, number
 
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for a gathered unit."""
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -15,7 +15,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         )
     step = run.recipe.plan(run.context(run.build_rewards()), model, world)
     parts = [
-        *memory.network(run, model, step.weight_copies),
+        *memory.network(run, model, step.weight_copies, world),
         *step.parts,
         memory.decoding(run, model, step.decode_batches),
         memory.update(run, model, step.evaluations_per_example),

@@ -52,9 +52,7 @@ def gradient(policy, seeds=(1,)):
 
 def _equal_work(processes, changes):
     policy = sharded_sd3(processes, **changes)
-    held = sum(
-        p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor)
-    )
+    held = sum(p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor))
     made = velocities(policy), gradient(policy)
     again = sum(
         p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor)
