@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.failures import FOLDER
 from flowalign.distributed.rendezvous import SOON, Rendezvous
@@ -66,15 +67,24 @@ class Processes:
             dist.all_gather_object(parts, dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from, once all ranks that share trained weights begin."""
+        return self.rendezvous.before_backward(loss) if self.rendezvous else loss
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0."""
+        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0.
+
+        Those of sharded parameters are summed over the ranks that share them already.
+        """
         if self.world == 1:
             return
         parameters = list(parameters)
+        self._meet("sum_gradients")  # first, because this rank may still add to others' passes
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = self.sum(torch.cat([g.flatten() for g in grads]))
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat, group=self.rendezvous.replicas if self.rendezvous else None)
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 
@@ -87,7 +97,9 @@ class Processes:
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
-        sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
+        if self.world > 1:
+            self._meet("max_rank_difference")
+        sums = torch.stack([whole(p.detach()).double().sum().cpu() for p in parameters])
         gathered = self.gather(sums[None])
         return float((gathered.amax(0) - gathered.amin(0)).max())
 
@@ -100,6 +112,16 @@ class Processes:
     def _meet(self, call: str) -> None:
         if self.rendezvous:
             self.rendezvous.meet(call)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, which shares its memory; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from the ranks that share it, all of which must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))

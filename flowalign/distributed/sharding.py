@@ -1,8 +1,9 @@
-"""Shard frozen weights over processes by FSDP2, block by block.
+"""Shard weights over processes by FSDP2, block by block.
 
 arXiv:2304.11277 describes fully sharded data parallelism; `torch.distributed.fsdp.fully_shard` is
-its second implementation. Trained parameters are left whole on every process, so gradients,
-averages and checkpoints are those of an unsharded run.
+its second implementation. The parameters of an adapter are left whole on every process, so
+gradients, averages and checkpoints are those of an unsharded run. Where a whole network is trained,
+parameters, gradients, averages and moments are `DTensor`s.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from flowalign.distributed.evaluations import Evaluations
 from flowalign.distributed.processes import Processes
 from flowalign.distributed.rendezvous import Rendezvous
 
@@ -31,27 +33,28 @@ def shard(
     processes: Processes,
     degree: int,
 ) -> None:
-    """Shard the frozen parameters of networks, each given with its blocks, over groups of ranks.
+    """Shard the parameters of networks, each given with its blocks, over groups of ranks.
 
-    `degree` consecutive ranks share one copy. Networks may be in main memory: block after block
-    moves to the device of this process.
+    Trained parameters of a network that has frozen ones stay whole. `degree` consecutive ranks
+    share one copy. Networks may be in main memory: block after block moves to the device of this
+    process.
     """
     assert processes.rendezvous is not None, "processes that share weights meet"
     kind = processes.device.type
     replicas = processes.world // degree
     names = "replicate", "shard"
-    mesh = init_device_mesh(kind, (replicas, degree), mesh_dim_names=names)["shard"]
+    mesh = init_device_mesh(kind, (replicas, degree), mesh_dim_names=names)
     units: list[FSDPModule] = []
     for network, blocks in networks:
-        trained = {p for p in network.parameters() if p.requires_grad}
-        for p in trained:
+        adapter = _adapter(network)
+        for p in adapter:
             p.data = p.data.to(processes.device)  # what is ignored is not moved
         sharded = [
             fully_shard(
                 unit,
-                mesh=mesh,
+                mesh=mesh["shard"],
                 mp_policy=PRECISION,
-                ignored_params=trained,
+                ignored_params=adapter,
                 reshard_after_forward=True,  # of the whole network, too: others may need it
             )
             for unit in (*blocks, network)
@@ -62,6 +65,22 @@ def shard(
     for number, unit in enumerate(units):
         unit.set_custom_all_gather(_AnnouncedGather(processes.rendezvous, number))
         unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
+        unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
+        unit.set_force_sum_reduction_for_comms(True)
+    whole = [network for network, _ in networks if not _adapter(network) and _trained(network)]
+    if whole:
+        processes.rendezvous.evaluations = Evaluations(whole[0])
+        processes.rendezvous.replicas = mesh.get_group("replicate")
+
+
+def _trained(network: nn.Module) -> set[nn.Parameter]:
+    return {p for p in network.parameters() if p.requires_grad}
+
+
+def _adapter(network: nn.Module) -> set[nn.Parameter]:
+    """Return the trained parameters of a network that has frozen ones."""
+    trained = _trained(network)
+    return trained if len(trained) < sum(1 for _ in network.parameters()) else set()
 
 
 class _AnnouncedGather:

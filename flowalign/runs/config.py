@@ -83,7 +83,7 @@ class Run:
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
-    """Division of the frozen weights among processes."""
+    """Division of the weights among processes."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"

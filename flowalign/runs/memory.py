@@ -55,11 +55,14 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     weights = model.parameters * (4 if whole else model.bytes_per_parameter)
+    trained = model.trainable * 4
+    if whole and _is_shared(run, world):
+        trained = -(-trained // (run.sharding.shard_degree or world))
     encoders = _savings(model, "text encoders", 1)
     return [
         *_weights(run, model, weights, world),
-        MemoryPart("optimizer", model.trainable * 4 * (4 - whole + bool(run.ema))),
-        MemoryPart("copies", model.trainable * 4 * (whole + weight_copies)),
+        MemoryPart("optimizer", trained * (4 - whole + bool(run.ema))),
+        MemoryPart("copies", trained * (whole + weight_copies)),
         MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
         MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
         MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
@@ -69,12 +72,16 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
     """Return the weights that a process always holds, and those that it gathers from others."""
-    gathered = model.gathered_parameters * model.bytes_per_parameter
+    gathered = model.gathered_parameters * (weights // model.parameters)
     shared = -(-weights // (run.sharding.shard_degree or world))
-    if world > 1 and run.sharding.weights == "blocks":
+    if _is_shared(run, world):
         return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
     savings = {"sharding.weights: blocks": weights - shared - gathered} if world > 1 else {}
     return [MemoryPart("weights", weights, savings=savings if _shardable(run) else {})]
+
+
+def _is_shared(run: Run, world: int) -> bool:
+    return world > 1 and run.sharding.weights == "blocks"
 
 
 def _shardable(run: Run) -> bool:

@@ -1,5 +1,7 @@
 """Load a policy as a run file asks: faster by name, and sharded over processes."""
 
+import copy
+
 from flowalign.distributed.processes import Processes
 from flowalign.types import Accelerated, Policy, Shardable, Sharding, Speed
 
@@ -62,7 +64,11 @@ def load_policy(policy: Policy, speed: Speed, sharding: Sharding, processes: Pro
     assert isinstance(policy, Shardable), "the run file was checked"
     policy.loads_to_cpu = True
     _load(policy, speed, processes)
-    shard(policy.networks(), processes, sharding.shard_degree or processes.world)
+    networks = list(policy.networks())
+    if all(p.requires_grad for p in policy.denoiser.parameters()):
+        policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)
+        networks.append((policy.original, policy.blocks(policy.original)))
+    shard(networks, processes, sharding.shard_degree or processes.world)
 
 
 def _load(policy: Policy, speed: Speed, processes: Processes) -> None:

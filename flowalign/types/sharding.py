@@ -12,7 +12,7 @@ from flowalign.utils.ranges import PositiveInt
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Divides frozen weights among processes; what is computed does not change."""
+    """Divides weights among processes; what is computed does not change."""
 
     weights: Literal["replicated", "blocks"] = "replicated"
     """replicated: every process holds the whole network. blocks: each holds a part of every block,
@@ -31,10 +31,13 @@ class Sharding:
 
 
 class Shardable(ABC):
-    """Marks a `Policy` whose frozen weights can be sharded."""
+    """Marks a `Policy` whose weights can be sharded."""
 
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, from where they are sharded."""
+
+    original: nn.Module | None = None
+    """Copy of the denoiser before training, sharded like it, where all of it is trained."""
 
     @abstractmethod
     def check_sharding(self) -> None:
@@ -42,4 +45,8 @@ class Shardable(ABC):
 
     @abstractmethod
     def networks(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
-        """Return the loaded trained networks, each with the blocks that it repeats."""
+        """Return the loaded trained networks, each with its `blocks`."""
+
+    @abstractmethod
+    def blocks(self, network: nn.Module) -> Sequence[nn.Module]:
+        """Return the blocks that one of these networks, or a copy, repeats."""

@@ -213,6 +213,17 @@ def test_shared_weights_are_counted_in_parts_beside_the_gathered_block():
         assert alone["weights"].num_bytes == 4_000_000_000
 
 
+def test_a_whole_network_is_trained_in_parts():
+    """Weights, a frozen copy, gradients, two moments, in float32, over 4; the block is whole."""
+    model = replace(MODEL, trainable=MODEL.parameters, gathered_parameters=300_000_000)
+    run = replace(shapes(), sharding=Sharding(weights="blocks"))
+    parts = by_name(memory.network(run, model, 0, 4))
+    assert parts["weights"].num_bytes == 2_000_000_000
+    assert parts["copies"].num_bytes == 2_000_000_000
+    assert parts["optimizer"].num_bytes == 3 * 2_000_000_000
+    assert parts["gathered block"].num_bytes == 1_200_000_000
+
+
 def test_of_several_networks_one_at_a_time_is_verified():
     part = by_name(memory.network(shapes(), replace(MODEL, networks=2), 0))["saved weights"]
     assert part.num_bytes == 2_000_000_000

@@ -1,4 +1,4 @@
-"""Whole runs whose frozen weights are sharded equal runs of one process, of every kind."""
+"""Whole runs whose weights are sharded equal runs of one process, of every kind."""
 
 import json
 from functools import cache
@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from flowalign.runs import load, start, train
 from flowalign.runs.policy_setup import check_world
 from flowalign.types import Sharding
+from tests.fixtures.embedded import FOLDER as SD3
 from tests.fixtures.ranks import on_ranks
 from tests.fixtures.stopped_runs import SMALL
 
+assert SMALL["policy"]["init_args"]["path"] == SD3, "imported before ranks are forked"
 PROMPTS = "assets/shapes/prompts/train.txt"
 SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "eta": 1.0, "micro_batch": 7}
 FIXED = {"class_path": "flowalign.sampling.Fixed", "init_args": {"start": 0, "stop": 2}}
@@ -97,7 +99,8 @@ def settings(recipe, **changes):
     weights = {"redness": 1.0} if gradient else {"colour": 1.0, "clean": 0.5}
     own = {"rewards": rewards, "reward_weights": weights, "num_steps": 3, "recipe": recipe}
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02}
-    return SMALL | own | {"optimizer": optimizer, "checkpoints": {"every": 2}} | changes
+    checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["outcome"] else "never"}
+    return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes
 
 
 def _runs(processes, folder, names, changes, resume):
@@ -133,12 +136,13 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A function that returns the folder of all runs on one, two or two sharded processes."""
+    """A function that returns the folder of a run on one, two or two sharded processes."""
     root = tmp_path_factory.mktemp("runs")
 
     @cache
-    def folder(world, weights="replicated"):
-        return run(root / f"{world}{weights}", list(RECIPES), world, sharding={"weights": weights})
+    def folder(name, world, weights="replicated"):
+        sharding = {"weights": weights}
+        return run(root / f"{name}{world}{weights}", [name], world, sharding=sharding) / name
 
     return folder
 
@@ -146,7 +150,7 @@ def made(tmp_path_factory):
 @slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, made):
-    one, two, sharded = made(1) / name, made(2) / name, made(2, "blocks") / name
+    one, two, sharded = made(name, 1), made(name, 2), made(name, 2, "blocks")
     final, first = state(one), state(one, 2)
     moved = [n for n in final if "lora_B" in n and n.startswith("parameter")]
     assert max(float(final[n].abs().max()) for n in moved) > 1e-3, "nothing was trained"
@@ -161,7 +165,7 @@ def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, 
 
 @slow
 def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
-    straight = state(made(2, "blocks") / "outcome")
+    straight = state(made("outcome", 2, "blocks"))
     for world in (2, 1):
         folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2)
         saved = folder / "outcome/checkpoints/step-000002"
@@ -183,7 +187,7 @@ def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
         (["sharding.shard_degree=2"], "sharding.weights is replicated; set it to blocks"),
         (["sharding.weights=blocks", "speed.compile=true"], "exclude each other"),
         (["sharding.weights=block"], "blocks"),
-        (["sharding.weights=blocks", "policy.lora=null"], "policy.lora is null"),
+        (["sharding.weights=blocks", "policy.lora=null", "policy.precision=fp16"], "fp32 or bf16"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_weights_are_read(changes, why):
