@@ -130,7 +130,21 @@ def assert_close(ours, theirs, tolerance=1e-6):
         torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=0, msg=name)
 
 
+def saved(folder, step=3):
+    """The weights that diffusers loads, live and averaged."""
+    place = folder / "checkpoints" / f"step-{step:06d}"
+    return {
+        f"{kind}{name}": value
+        for kind in ("", "ema/")
+        for name, value in load_file(
+            place / kind / "transformer/diffusion_pytorch_model.safetensors"
+        ).items()
+    }
+
+
 BLOCKS = {"weights": "blocks"}
+WHOLE = SMALL["policy"]["init_args"] | {"lora": None}
+ALL = {"policy": SMALL["policy"] | {"init_args": WHOLE}}
 slow = pytest.mark.slow
 
 
@@ -140,9 +154,9 @@ def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("runs")
 
     @cache
-    def folder(name, world, weights="replicated"):
-        sharding = {"weights": weights}
-        return run(root / f"{name}{world}{weights}", [name], world, sharding=sharding) / name
+    def folder(name, world, weights="replicated", trained="adapter"):
+        changes = {"sharding": {"weights": weights}} | (ALL if trained == "all" else {})
+        return run(root / f"{name}{world}{weights}{trained}", [name], world, **changes) / name
 
     return folder
 
@@ -172,6 +186,25 @@ def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
         run(folder, ["outcome"], world, sharding=BLOCKS, resume=saved)
         resumed = state(folder / "outcome")
         assert_close(resumed, straight, tolerance=0.0 if world == 2 else 1e-6)
+
+
+@slow
+@pytest.mark.parametrize("name", ["outcome", "branches", "DPO", "reward gradient"])
+def test_all_weights_are_trained_in_parts_as_in_one_piece(name, made):
+    one, sharded = made(name, 1, trained="all"), made(name, 2, "blocks", "all")
+    final, first = saved(one), saved(one, 2)
+    assert max(float((final[n] - first[n]).abs().max()) for n in final) > 1e-4, "nothing moves"
+    assert_close(saved(sharded), final)
+
+
+@slow
+def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(tmp_path, made):
+    straight = saved(made("outcome", 2, "blocks", "all"))
+    for world in (2, 1):
+        folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2, **ALL)
+        resumed = folder / "outcome/checkpoints/step-000002"
+        run(folder, ["outcome"], world, sharding=BLOCKS, resume=resumed, **ALL)
+        assert_close(saved(folder / "outcome"), straight, tolerance=0.0 if world == 2 else 1e-6)
 
 
 def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
