@@ -1,7 +1,7 @@
 """Tells which networks and blocks of a pipeline of diffusers are sharded."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,22 +54,25 @@ def whole(network: Any) -> Any:
 
     Of a sharded network all processes must call this, and those after the first get None.
     """
-    if not isinstance(network, FSDPModule):
+    module: nn.Module = network
+    if not isinstance(module, FSDPModule):
         return network
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(cast(nn.Module, network), options=options)
+    state = get_model_state_dict(network, options=options)
     if not state:
         return None
+    own = type(network).__bases__[1]  # beside FSDPModule, of which FSDP2 makes a class
     with torch.device("meta"):
-        made = type(network).__mro__[2].from_config(network.config)
+        made = own.from_config(network.config)
     made.load_state_dict(state, assign=True)
     return made
 
 
 def set_whole(network: Any, state: dict[str, Tensor]) -> None:
     """Load all weights of a network, which may be sharded."""
-    if not isinstance(network, FSDPModule):
+    module: nn.Module = network
+    if isinstance(module, FSDPModule):
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(network, dict(state), options=options)
+    else:
         network.load_state_dict(state)
-        return
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(cast(nn.Module, network), dict(state), options=options)

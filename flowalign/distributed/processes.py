@@ -80,11 +80,14 @@ class Processes:
             return
         parameters = list(parameters)
         self._meet("sum_gradients")  # first, because this rank may still add to others' passes
+        group = self.rendezvous.replicas if self.rendezvous else None
+        if group and dist.get_world_size(group) == 1:
+            return
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads])
-        dist.all_reduce(flat, group=self.rendezvous.replicas if self.rendezvous else None)
+        dist.all_reduce(flat, group=group)
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 

@@ -12,6 +12,7 @@ all ranks contribute: they begin it together, and whoever has none takes part wi
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -31,7 +32,7 @@ class Rendezvous:
     """Announces collective calls of this process to the others; all ranks must make one."""
 
     def __init__(self) -> None:
-        self.everyone = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.everyone = _group(None)
         self._sharers: dist.ProcessGroup | None = None
         self._lend: Sequence[Callable[[], None]] = ()
         self._lending = False
@@ -47,7 +48,7 @@ class Rendezvous:
         """
         self.evaluations = None
         for ranks in groups:
-            made = dist.new_group(list(ranks), backend="gloo", timeout=PATIENCE)
+            made = _group(list(ranks))
             if dist.get_rank() in ranks:
                 self._sharers = made
         self._lend = lend
@@ -117,6 +118,11 @@ class Rendezvous:
             self._lend[-number % len(self._lend) if number >= len(self._lend) else number]()
         finally:
             self._lending = False
+
+
+def _group(ranks: list[int] | None) -> dist.ProcessGroup:
+    """Make a group of these ranks, or of all; every rank of the run must call this."""
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=PATIENCE))
 
 
 def _least(group: dist.ProcessGroup, *mine: int) -> list[int]:

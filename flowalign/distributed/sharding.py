@@ -63,7 +63,8 @@ def shard(
     ranks = torch.arange(processes.world).view(replicas, degree).tolist()
     processes.rendezvous.share(ranks, _lenders(units))
     for number, unit in enumerate(units):
-        unit.set_custom_all_gather(_AnnouncedGather(processes.rendezvous, number))
+        gather: Any = _AnnouncedGather(processes.rendezvous, number)
+        unit.set_custom_all_gather(gather)
         unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
         unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
         unit.set_force_sum_reduction_for_comms(True)

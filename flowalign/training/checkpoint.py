@@ -218,9 +218,9 @@ def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
         return {n: divided(t, parameters.get(_named(n), t)) for n, t in whole.items()}
     like = {}
     for name, (dtype, shape) in shapes(state / FOLDER).items():
-        own = parameters.get(_named(name))
-        fits = own is not None and own.shape == shape
-        like[name] = own if fits else torch.empty(shape, dtype=dtype)
+        like[name] = parameters.get(_named(name), torch.empty(()))
+        if like[name].shape != shape:  # a counter of the optimizer, or of another model
+            like[name] = torch.empty(shape, dtype=dtype)
     return read_sharded(state / FOLDER, like)
 
 

@@ -173,8 +173,8 @@ def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, 
     assert_close(state(sharded), final)
     rows = [(f / "metrics.jsonl").read_text().splitlines() for f in (one, sharded)]
     for ours, theirs in zip(*(map(json.loads, r) for r in rows), strict=True):
-        for key in ("optim/grad_norm", "cost/network_evaluations", "reward/mean"):
-            assert ours.get(key) == pytest.approx(theirs.get(key), rel=1e-3), key
+        for key in ("optim/grad_norm", "cost/network_evaluations"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
 
 
 @slow

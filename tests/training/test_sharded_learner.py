@@ -1,6 +1,7 @@
 """A whole network that is trained while processes share it: unequal work, clipping, averages."""
 
 import copy
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def test_each_process_holds_about_half_of_the_trained_parameters(tmp_path):
 
 def _peak(processes):
     """Bytes that three updates with an average and a reference take, of a larger network."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back at once
     torch.manual_seed(0)
     policy, before = new_sd3(lora=None), _resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
