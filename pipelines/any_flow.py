@@ -38,6 +38,7 @@ from pipelines.replay import (
     stopped,
 )
 from pipelines.schedules import has_whole_times
+from pipelines.sharding import gathered_parameters
 from pipelines.stock_call import autocast, recorded, rehearsed, run
 from pipelines.weights import ATTENTION, Lora, prepare_training
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
@@ -87,6 +88,8 @@ class AnyFlow(DiffusersPolicy):
     is faster and whose plan also has the memory of encoders and decoder.
     """
 
+    replays_at_load = True
+
     def __init__(
         self,
         path: str,
@@ -125,6 +128,7 @@ class AnyFlow(DiffusersPolicy):
         with torch.device("meta"):
             denoiser = self.transformer_class.from_config(config)
             total = sum(p.numel() for p in denoiser.parameters())
+            gathered = gathered_parameters(denoiser)
             prepare_training(denoiser, self.lora)
         tokens = self.num_tokens(latent_shape, config)
         width = DTYPES[self.precision].itemsize
@@ -134,6 +138,7 @@ class AnyFlow(DiffusersPolicy):
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=width,
             activation_bytes=width * tokens * kept_per_token(denoiser, self.gradient_checkpointing),
+            gathered_parameters=gathered,
             sigmas=partial(self.sigmas, None),
             decodes_together=not self.call.decode_one,
         )

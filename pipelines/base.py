@@ -17,6 +17,7 @@ from pipelines.encoding import digest, only_frame, probe, scaled_latents
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
+from pipelines.sharding import ShardablePolicy, gathered_parameters
 from pipelines.speed import AcceleratedPolicy
 from pipelines.weights import (
     DTYPES,
@@ -29,7 +30,7 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
+class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, ShardablePolicy):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -96,6 +97,7 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
             with torch.device("meta"):
                 denoiser = self.transformer_class.from_config(transformer)
                 total = sum(p.numel() for p in denoiser.parameters())
+                gathered = gathered_parameters(denoiser)
                 prepare_training(denoiser, self.lora)
             tokens = self.num_tokens(latent_shape, transformer)
         activated = activations(transformer, tokens, self.gradient_checkpointing)
@@ -105,6 +107,7 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
             trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
             bytes_per_parameter=DTYPES[self.precision].itemsize,
             activation_bytes=activated * DTYPES[self.precision].itemsize,
+            gathered_parameters=gathered,
             sigmas=partial(self.sigmas, scheduler),
         )
 
@@ -117,8 +120,9 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy):
         self.pipe.scheduler = scheduler_of(scheduler)
         recompute_decoding(self.pipe.vae.float())
         self.set_up(self.pipe.vae)
+        waiting = self.offloaded + self.parts if self.loads_to_cpu else self.offloaded
         for name, part in self.pipe.components.items():
-            if isinstance(part, nn.Module) and not name.startswith(self.offloaded):
+            if isinstance(part, nn.Module) and not name.startswith(waiting):
                 part.to(device)
         check_finite(self.path, self.pipe.components)
         for part in self.parts:

@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from flowalign.types import PositiveInt
 from pipelines.adapter_files import is_adapted, load_adapter, save_adapter
 from pipelines.intact import check_complete, named_refusals
+from pipelines.sharding import set_whole, whole
 from pipelines.tensors import existing, read_tensors, same_shapes
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -101,8 +102,8 @@ def save_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
     """Save the adapter in the forms of diffusers, ComfyUI and PEFT, or the whole denoiser."""
     if is_adapted(denoiser):
         save_adapter(part, denoiser, folder)
-    else:
-        denoiser.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
+    elif (one := whole(denoiser)) is not None:
+        one.save_pretrained(Path(folder) / part, max_shard_size=_ONE_FILE)
 
 
 def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
@@ -113,4 +114,4 @@ def load_weights(part: str, denoiser: ModelMixin, folder: str) -> None:
     file = Path(folder) / part / "diffusion_pytorch_model.safetensors"
     state = read_tensors(existing(file))
     same_shapes(state, denoiser.state_dict(), file)
-    denoiser.load_state_dict(state)
+    set_whole(denoiser, state)

@@ -92,7 +92,7 @@ def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:
         torch.set_num_threads(run_file.threads)
     try:
         run_file.load_rewards(rewards)
-        run_file.load_policy(join(run_file.device).device)
+        run_file.load_policy(join(run_file.device))
         if weights:
             run_file.policy.load_weights(weights)
     except ValueError as error:

@@ -3,20 +3,20 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.failures import FOLDER
+from flowalign.distributed.rendezvous import SOON, Rendezvous
 
 T = TypeVar("T")
 K = TypeVar("K")
-_PATIENCE = timedelta(hours=24)
-"""Timeout of collective calls: a rank may encode for hours; if one dies, the launcher ends all."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Processes:
     rank: int
     world: int
     device: torch.device
+    rendezvous: Rendezvous | None = None
+    """Where ranks wait for one another before a collective call; None: only in the call itself."""
 
     @property
     def is_main(self) -> bool:
@@ -42,6 +44,7 @@ class Processes:
         if self.world == 1:
             return tensor.cpu()
         parts: list[Tensor] = [torch.empty(0)] * self.world
+        self._meet("gather")
         dist.all_gather_object(parts, tensor.detach().cpu())
         return torch.cat(parts)
 
@@ -50,6 +53,7 @@ class Processes:
         parts: list[Mapping[str, float]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
+            self._meet("total")
             dist.all_gather_object(parts, dict(mine))
         names = sorted({name for part in parts for name in part})
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
@@ -59,37 +63,68 @@ class Processes:
         parts: list[Mapping[K, T]] = [mine]
         if self.world > 1:
             parts = [{}] * self.world
+            self._meet("merged")
             dist.all_gather_object(parts, dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
 
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """Return the loss to go backward from, once all ranks that share trained weights begin."""
+        return self.rendezvous.before_backward(loss) if self.rendezvous else loss
+
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0."""
+        """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0.
+
+        Those of sharded parameters are summed over the ranks that share them already.
+        """
         if self.world == 1:
             return
         parameters = list(parameters)
+        self._meet("sum_gradients")  # first, because this rank may still add to others' passes
+        group = self.rendezvous.replicas if self.rendezvous else None
+        if group and dist.get_world_size(group) == 1:
+            return
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        grads = [p.grad for p in parameters if p.grad is not None]
-        flat = self.sum(torch.cat([g.flatten() for g in grads]))
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat, group=group)
         for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
             g.copy_(part.view_as(g))
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over ranks in place, and return it."""
         if self.world > 1:
+            self._meet("sum")
             dist.all_reduce(tensor)
         return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
-        sums = torch.stack([p.detach().double().sum().cpu() for p in parameters])
+        if self.world > 1:
+            self._meet("max_rank_difference")
+        sums = torch.stack([whole(p.detach()).double().sum().cpu() for p in parameters])
         gathered = self.gather(sums[None])
         return float((gathered.amax(0) - gathered.amin(0)).max())
 
     def barrier(self) -> None:
         """Wait for all other processes."""
         if self.world > 1:
+            self._meet("barrier")
             dist.barrier()
+
+    def _meet(self, call: str) -> None:
+        if self.rendezvous:
+            self.rendezvous.meet(call)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, which shares its memory; else the tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor from the ranks that share it, all of which must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 ALONE = Processes(0, 1, torch.device("cpu"))
@@ -118,10 +153,13 @@ def join(device: str = "auto") -> Processes:
         folder = os.environ.get(FOLDER)  # torchrun announces a port instead
         store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
         backend = "nccl" if kind == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, timeout=_PATIENCE, store=store, rank=rank, world_size=world
-        )
-    return Processes(rank, world, chosen)
+        dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
+    return Processes(rank, world, chosen, _rendezvous() if world > 1 else None)
+
+
+@cache
+def _rendezvous() -> Rendezvous:
+    return Rendezvous()
 
 
 def _kind(device: str) -> str:

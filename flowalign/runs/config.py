@@ -6,21 +6,22 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
-import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from flowalign.data.requests import located_requests
+from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
 from flowalign.runs.mistakes import readable
+from flowalign.runs.policy_setup import check_setup, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.types import Accelerated, Dressing, Policy, RewardModel, Speed
+from flowalign.types import Dressing, Policy, RewardModel, Sharding, Speed
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
@@ -84,6 +85,8 @@ class Run:
     """Device of the policy; auto: a GPU if there is one."""
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
+    sharding: Sharding = field(default_factory=Sharding)
+    """Division of the weights among processes."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -100,7 +103,7 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
-        self._check_speed()
+        check_setup(self.policy, self.speed, self.sharding)
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
@@ -116,21 +119,13 @@ class Run:
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
         return [*self.recipe.prompt_files, *held_out]
 
-    def load_policy(self, device: torch.device) -> None:
-        """Read the weights of the policy, and make its network as fast as the run file asks."""
-        self.policy.load(device)
-        if isinstance(self.policy, Accelerated) and self.speed != Speed():
-            self.policy.speed_up(self.speed)
+    def load_policy(self, processes: Processes) -> None:
+        """Read the weights of the policy, make its network as fast as asked, and shard it.
 
-    def _check_speed(self) -> None:
-        if self.speed == Speed():
-            return
-        if not isinstance(self.policy, Accelerated):
-            raise ValueError(
-                f"speed is {self.speed}, but {type(self.policy).__name__} is no "
-                "flowalign.types.Accelerated policy; leave it out"
-            )
-        self.policy.check_speed(self.speed)
+        Raises:
+            ValueError: The weights cannot be used, or not by this number of processes.
+        """
+        load_policy(self.policy, self.speed, self.sharding, processes)
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from flowalign.runs.config import Run
+from flowalign.runs.policy_setup import check_setup
 from flowalign.training.recipe import MemoryPart
-from flowalign.types import ModelPlan
+from flowalign.types import ModelPlan, Sharding
 
 _LARGE = 10**9
 """Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
@@ -47,23 +48,48 @@ def rows(parts: Sequence[MemoryPart], available: int | None) -> dict[str, str]:
     }
 
 
-def network(run: Run, model: ModelPlan, weight_copies: int) -> list[MemoryPart]:
+def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> list[MemoryPart]:
     """Return the memory of denoiser, optimizer, copies of trained weights, and frozen encoders.
 
-    It includes the denoiser that is read once more to verify what was saved.
+    It includes the denoiser that is read once more, whole, to verify what was saved.
     """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
     weights = model.parameters * (4 if whole else model.bytes_per_parameter)
+    trained = model.trainable * 4
+    if whole and _is_shared(run, world):
+        trained = -(-trained // (run.sharding.shard_degree or world))
     encoders = _savings(model, "text encoders", 1)
     return [
-        MemoryPart("weights", weights),
-        MemoryPart("optimizer", model.trainable * 4 * (4 - whole + bool(run.ema))),
-        MemoryPart("copies", model.trainable * 4 * (whole + weight_copies)),
+        *_weights(run, model, weights, world),
+        MemoryPart("optimizer", trained * (4 - whole + bool(run.ema))),
+        MemoryPart("copies", trained * (whole + weight_copies)),
         MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
         MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
         MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
         MemoryPart("saved weights", weights // model.networks, "verifying"),
     ]
+
+
+def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
+    """Return the weights that a process always holds, and those that it gathers from others."""
+    gathered = model.gathered_parameters * (weights // model.parameters)
+    shared = -(-weights // (run.sharding.shard_degree or world))
+    if _is_shared(run, world):
+        return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
+    savings = {"sharding.weights: blocks": weights - shared - gathered} if world > 1 else {}
+    return [MemoryPart("weights", weights, savings=savings if _shardable(run) else {})]
+
+
+def _is_shared(run: Run, world: int) -> bool:
+    return world > 1 and run.sharding.weights == "blocks"
+
+
+def _shardable(run: Run) -> bool:
+    try:
+        check_setup(run.policy, run.speed, Sharding(weights="blocks"))
+    except ValueError:
+        return False
+    return True
 
 
 def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPart:

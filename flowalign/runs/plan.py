@@ -2,11 +2,13 @@
 
 from flowalign.runs import memory
 from flowalign.runs.config import Run
+from flowalign.runs.policy_setup import check_world
 from flowalign.types import shown
 
 
 def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
+    check_world(run.sharding, world)
     model = run.policy.plan()
     if run.evaluation and len(run.evaluation.items()) < world:
         raise ValueError(
@@ -14,7 +16,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
         )
     step = run.recipe.plan(run.context(run.build_rewards()), model, world)
     parts = [
-        *memory.network(run, model, step.weight_copies),
+        *memory.network(run, model, step.weight_copies, world),
         *step.parts,
         memory.decoding(run, model, step.decode_batches),
         memory.update(run, model, step.evaluations_per_example),

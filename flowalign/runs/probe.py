@@ -194,6 +194,8 @@ def _gradient(
 def _opened(setting: Setting) -> Opened:
     run = setting.loaded.run
     _, learner, rewards, costs = opened(run)
+    if learner.is_sharded:
+        raise ValueError("probe compares whole gradients: set policy.lora, or leave sharding out")
     if setting.weights:
         run.policy.load_weights(str(setting.weights.folder))
     return Opened(_shared(setting), learner, rewards, costs)

@@ -66,7 +66,7 @@ class Job:
         """Load the weights of the model."""
         if self.run.threads:
             torch.set_num_threads(self.run.threads)
-        self.run.load_policy(join(self.run.device).device)
+        self.run.load_policy(join(self.run.device))
         if self.weights:
             self.run.policy.load_weights(self.weights)
         if self.steering:

@@ -119,10 +119,12 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     costs, start = _costs_so_far(session), time.perf_counter()
     ema = session.learner.ema
     with session.costs.paused(), ema.applied() if ema else nullcontext():
+        session.processes.barrier()  # all have written the average before one gathers it
         result: Evaluated = evaluate(
             session.run.policy, session.rewards, cfg, session.processes, session.run.dressing
         )
         metrics = result.metrics | session.loop.evaluate()
+        session.processes.barrier()
     if tracker:
         save_grid(session.folder, done, result)
     if tracker and cfg.bounds:
@@ -142,7 +144,7 @@ def _is_recorded(folder: Path, done: int) -> bool:
 def _save(session: Session, done: int, first_save: bool) -> None:
     """Write, re-read and compare a checkpoint; drop old ones."""
     spent = _spent(session)
-    if not session.processes.is_main:
+    if not session.processes.is_main and not session.learner.is_sharded:
         session.processes.barrier()
         return
     root, cfg = session.folder / "checkpoints", session.run.checkpoints
@@ -160,6 +162,9 @@ def _save(session: Session, done: int, first_save: bool) -> None:
             f"could not write checkpoint {done} to {root}: {error.strerror or error}.\n"
             "Everything saved before is intact; free space and go on with --resume."
         ) from error
+    if not session.processes.is_main:
+        session.processes.barrier()
+        return
     if cfg.verify == "always" or (cfg.verify == "first_and_last" and first_save):
         with session.costs.paused():
             difference = session.run.policy.verify_weights(str(folder))

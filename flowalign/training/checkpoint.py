@@ -7,6 +7,7 @@ A resumed run continues bit for bit.
         adapter_model.safetensors          what PEFT takes, with adapter_config.json; exact
         ema/                               the same files of the averaged weights
         state/training.safetensors         parameters, averages and optimizer moments in float32
+        state/sharded/                     these, where they are divided among processes
         state/loop.json                    step, counters, costs
         config.yaml
         manifest.json                      size of every file above
@@ -26,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.training.learner import Learner
+from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt
 
 _PREFIX = "step-"
@@ -53,35 +55,55 @@ class Checkpoints:
 
 
 def save(root: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]) -> Path:
-    """Write the state after `step` steps.
+    """Write the state after `step` steps; where weights are divided, all processes call this.
 
     Raises:
         OSError: The disk is full or not writable; earlier checkpoints are untouched.
     """
     final = root / f"{_PREFIX}{step:06d}"
     partial = root / f".{final.name}.tmp"
-    shutil.rmtree(partial, ignore_errors=True)
-    (partial / "state").mkdir(parents=True)
+    main = learner.processes.is_main
+    if main:
+        shutil.rmtree(partial, ignore_errors=True)
+        (partial / "state").mkdir(parents=True)
+        (partial / "ema").mkdir() if learner.ema else None
     try:
-        learner.policy.save_weights(str(partial))
-        if learner.ema:
-            (partial / "ema").mkdir()
-            with learner.ema.applied():
-                learner.policy.save_weights(str(partial / "ema"))
-        save_file(_tensors(learner), partial / "state" / "training.safetensors")
-        counters = {"step": step, **_counters(learner), **loop}
-        (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
-        (partial / "config.yaml").write_text(config)
-        sizes = {
-            str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()
-        }
-        (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
-        _put_in_place(partial, final)
+        _write_weights(partial, learner)
+        if main:
+            _write_counters(partial, step, learner, config, loop)
+            _put_in_place(partial, final)
     except SafetensorError as error:  # how safetensors reports a full disk
         raise OSError(str(error)) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True) if main else None
     return final
+
+
+def _write_weights(partial: Path, learner: Learner) -> None:
+    if learner.is_sharded:
+        learner.processes.barrier()  # the folder is there
+    learner.policy.save_weights(str(partial))
+    if learner.ema:
+        with learner.ema.applied():
+            learner.policy.save_weights(str(partial / "ema"))
+    if learner.is_sharded:
+        save_sharded(_tensors(learner), partial / "state" / FOLDER)
+        learner.processes.barrier()  # all have written
+    else:
+        tensors = {n: t.cpu().contiguous().clone() for n, t in _tensors(learner).items()}
+        save_file(tensors, partial / "state" / "training.safetensors")
+
+
+def _write_counters(
+    partial: Path, step: int, learner: Learner, config: str, loop: Mapping[str, Any]
+) -> None:
+    counters = {"step": step, **_counters(learner), **loop}
+    (partial / "state" / "loop.json").write_text(json.dumps(counters, indent=1))
+    (partial / "config.yaml").write_text(config)
+    sizes = {
+        str(f.relative_to(partial)): f.stat().st_size for f in partial.rglob("*") if f.is_file()
+    }
+    (partial / "manifest.json").write_text(json.dumps(sizes, indent=1))
 
 
 def _put_in_place(partial: Path, final: Path) -> None:
@@ -107,9 +129,8 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     """
     loop = read_loop(folder)
     wanted = _tensors(learner)
-    with safe_open(folder / "state" / "training.safetensors", "pt") as file:
-        names = set(file.keys())
-        got = {name: file.get_tensor(name) for name in names}
+    got = _read(folder / "state", learner)
+    names = set(got)
     differ = {n for n in names ^ wanted.keys() if "optimizer." not in n}
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
@@ -182,16 +203,36 @@ def _counters(learner: Learner) -> dict[str, Any]:
 
 def _tensors(learner: Learner) -> dict[str, Tensor]:
     """Return every tensor that training changes, by name; those of companions behind theirs."""
-    out = {f"parameter.{n}": p.detach().cpu().contiguous() for n, p in learner.named.items()}
+    out = {f"parameter.{n}": p.detach() for n, p in learner.named.items()}
     for kind, kept in learner.averages.items():
         pairs = zip(learner.named, kept.average, strict=True)
-        out |= {f"{kind}.{n}": a.cpu().contiguous() for n, a in pairs}
+        out |= {f"{kind}.{n}": a for n, a in pairs}
     for name, p in learner.named.items():
         for key, value in learner.optimizer.state.get(p, {}).items():
-            out[f"optimizer.{name}:{key}"] = value.detach().cpu().contiguous()
+            out[f"optimizer.{name}:{key}"] = value.detach()
     for name, companion in learner.companions.items():
         out |= {f"{name}/{n}": t for n, t in _tensors(companion).items()}
-    return {n: t.clone() for n, t in out.items()}
+    return out
+
+
+def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
+    """Read the tensors, divided among processes as those of the learner are."""
+    parameters = {n: p.detach() for n, p in learner.named.items()}
+    if not (state / FOLDER).is_dir():
+        with safe_open(state / "training.safetensors", "pt") as file:
+            whole = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {n: divided(t, parameters.get(_named(n), t)) for n, t in whole.items()}
+    like = {}
+    for name, (dtype, shape) in shapes(state / FOLDER).items():
+        like[name] = parameters.get(_named(name), torch.empty(()))
+        if like[name].shape != shape:  # a counter of the optimizer, or of another model
+            like[name] = torch.empty(shape, dtype=dtype)
+    return read_sharded(state / FOLDER, like)
+
+
+def _named(name: str) -> str:
+    """Return the parameter that a tensor belongs to."""
+    return name.partition(".")[2].partition(":")[0]
 
 
 @torch.no_grad()

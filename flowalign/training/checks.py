@@ -55,8 +55,10 @@ class WeightChecks:
         self.log(message)
 
     def _moved(self) -> None:
-        now = {name: p.detach().cpu() for name, p in self.learner.named.items()}
-        still = [name for name, before in self.start.items() if torch.equal(before, now[name])]
+        now = {name: p.cpu() for name, p in self.learner.snapshot()}
+        moved = {n: 1.0 for n, before in self.start.items() if not torch.equal(before, now[n])}
+        moved = self.learner.processes.total(moved)  # sharded parameters may move elsewhere
+        still = [name for name in now if name not in moved]
         self.found["check/moved_share"] = 1 - len(still) / len(now)
         if len(still) == len(now):
             self.fail(

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from flowalign.distributed.processes import Processes
+from flowalign.distributed.processes import Processes, local, whole
 from flowalign.training.ema import EMA
 from flowalign.training.reference import reference_for
 from flowalign.training.trained_weights import TrainedSet, TrainedWeights
@@ -133,7 +134,15 @@ class Learner:
         """Train other parameters beside these, and return their learner; None copies these.
 
         Add it before a checkpoint is restored, and a copy before the policy is trained.
+
+        Raises:
+            ValueError: The parameters of the policy are divided among processes.
         """
+        if self.is_sharded:
+            raise ValueError(
+                f"{name} is trained beside the policy, whose parameters sharding.weights divides "
+                "among processes; train a LoRA, or set sharding.weights to replicated"
+            )
         weights = weights or TrainedWeights(self.policy)
         found = Learner(self.policy, cfg, self.processes, total_updates, weights=weights)
         self.companions[name] = found
@@ -142,7 +151,7 @@ class Learner:
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient."""
         with self.weights.active() if self.weights else nullcontext():
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(self.processes.before_backward(loss)).backward()
 
     def step(self) -> dict[str, float]:
         """Sum gradients over ranks, clip them and update; skip the update if one is not finite."""
@@ -151,7 +160,10 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.scaler.unscale_(self.optimizer)
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, self.cfg.max_grad_norm))
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        total = whole(nn.utils.get_total_norm(grads))
+        nn.utils.clip_grads_with_norm_(self.parameters, self.cfg.max_grad_norm, total)
+        norm = float(total)
         if math.isfinite(norm):
             self.scaler.step(self.optimizer)
             self.skipped_in_a_row = 0
@@ -184,5 +196,28 @@ class Learner:
             )
 
     def snapshot(self) -> Iterator[tuple[str, Tensor]]:
-        """Copy every trained parameter, by name."""
-        return ((name, p.detach().clone()) for name, p in self.named.items())
+        """Copy this process's part of every trained parameter, by name."""
+        return ((name, local(p.detach()).clone()) for name, p in self.named.items())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether trained parameters are divided among processes."""
+        return any(isinstance(p, DTensor) for p in self.parameters)
+
+    def gradient_size(self, loss: Tensor | None) -> float:
+        """Return the sum of absolute values of a loss's gradient, and leave no gradient behind.
+
+        None takes part in what others compute. Of whole parameters it is that of this process, of
+        sharded ones that of all.
+        """
+        if not self.is_sharded:
+            if loss is None or not loss.requires_grad:
+                return 0.0
+            grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            return sum(float(g.abs().sum()) for g in grads if g is not None)
+        if loss is not None and loss.requires_grad:
+            self.backward(loss)
+        self.processes.barrier()
+        mine = sum(float(local(p.grad).abs().sum()) for p in self.parameters if p.grad is not None)
+        self.optimizer.zero_grad(set_to_none=True)
+        return self.processes.total({"size": mine})["size"]

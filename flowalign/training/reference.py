@@ -4,11 +4,12 @@ import copy
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
 from flowalign.training.trained_weights import TrainedWeights
-from flowalign.types import Cond, Policy, Request, VelocityField
+from flowalign.types import Cond, Policy, Request, Shardable, VelocityField
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 
@@ -26,11 +27,14 @@ class AdapterOff(VelocityField):
 
 
 class FrozenCopy(VelocityField):
-    """Copies the denoiser as it is now, for full fine-tuning."""
+    """Copies the denoiser as it is now, for full fine-tuning, unless a copy was sharded with it."""
 
     def __init__(self, policy: Policy):
         self.policy = copy.copy(policy)
-        self.policy.denoiser = copy.deepcopy(policy.denoiser).requires_grad_(False)
+        original = policy.original if isinstance(policy, Shardable) else None
+        if original is None:
+            original = copy.deepcopy(policy.denoiser).requires_grad_(False)
+        self.policy.denoiser = original
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -46,6 +50,12 @@ class WeightOverride(VelocityField):
     """
 
     def __init__(self, policy: Policy, weights: EMA):
+        if any(isinstance(p, DTensor) for p in weights.parameters):
+            raise ValueError(
+                "sharding.weights is blocks and policy.lora null: trained weights that are sharded "
+                "cannot be exchanged for averages while other processes gather them.\n"
+                "Set policy.lora, or use a loss or data without old weights and averages"
+            )
         self.policy, self.weights = policy, weights
 
     @torch.no_grad()

@@ -62,6 +62,7 @@ from flowalign.types.reward import (
     RewardOutput,
     RewardSpec,
 )
+from flowalign.types.sharding import Shardable, Sharding
 from flowalign.types.speed import Accelerated, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
@@ -133,6 +134,8 @@ __all__ = [
     "RewardOutput",
     "RewardSpec",
     "Saving",
+    "Shardable",
+    "Sharding",
     "Speed",
     "StepCredit",
     "Requirements",

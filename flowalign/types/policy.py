@@ -52,6 +52,9 @@ class ModelPlan:
     networks: int = 1
     """Number of equal networks among the parameters, such as experts; saved and verified one at a
     time."""
+    gathered_parameters: int = 0
+    """Parameters that sharded processes hold whole at once: the largest block, and all that is
+    around the blocks."""
     savings: Sequence[Saving] = ()
     """Settings that would lower the memory further; empty if all are in use."""
 

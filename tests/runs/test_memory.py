@@ -13,7 +13,7 @@ from flowalign.runs.plan import plan
 from flowalign.sampling import Fixed, FixedFrames, Storage, Tree
 from flowalign.training.policy_gradient.measured import MeasuredWeight
 from flowalign.training.recipe import MemoryPart, RecipePlan
-from flowalign.types import ModelPlan, Saving
+from flowalign.types import ModelPlan, Saving, Sharding
 from tests.fixtures.run_files import CONFIGS, loaded
 from tests.fixtures.training import as_recipe, new_recipe
 
@@ -194,6 +194,34 @@ def test_the_network_is_counted_once_more_while_it_is_verified():
     assert beside.num_bytes == 5_000_000_000
     assert beside.savings == {"policy.memory.offload_text: true": 5_000_000_000}
     assert (again.num_bytes, again.stage) == (4_000_000_000, "verifying")
+
+
+def test_shared_weights_are_counted_in_parts_beside_the_gathered_block():
+    """2 billion parameters at 2 bytes over 4 processes, or 2 of them; .3 billion gathered."""
+    model = replace(MODEL, gathered_parameters=300_000_000)
+    whole = by_name(memory.network(shapes(), model, 0, 4))["weights"]
+    assert whole.num_bytes == 4_000_000_000
+    assert whole.savings == {"sharding.weights: blocks": 4_000_000_000 - 1_600_000_000}
+    for degree, held in ((None, 1_000_000_000), (2, 2_000_000_000)):
+        run = replace(shapes(), sharding=Sharding(weights="blocks", shard_degree=degree))
+        parts = by_name(memory.network(run, model, 0, 4))
+        assert (parts["weights"].num_bytes, parts["weights"].stage) == (held, "always")
+        assert parts["weights"].savings == {}
+        assert parts["gathered block"].num_bytes == 600_000_000
+        assert parts["optimizer"].num_bytes == 4 * 4 * 30_000_000, "the adapter is not shared"
+        alone = by_name(memory.network(run, model, 0, 1))
+        assert alone["weights"].num_bytes == 4_000_000_000
+
+
+def test_a_whole_network_is_trained_in_parts():
+    """Weights, a frozen copy, gradients, two moments, in float32, over 4; the block is whole."""
+    model = replace(MODEL, trainable=MODEL.parameters, gathered_parameters=300_000_000)
+    run = replace(shapes(), sharding=Sharding(weights="blocks"))
+    parts = by_name(memory.network(run, model, 0, 4))
+    assert parts["weights"].num_bytes == 2_000_000_000
+    assert parts["copies"].num_bytes == 2_000_000_000
+    assert parts["optimizer"].num_bytes == 3 * 2_000_000_000
+    assert parts["gathered block"].num_bytes == 1_200_000_000
 
 
 def test_of_several_networks_one_at_a_time_is_verified():

@@ -26,6 +26,11 @@ class StepGradients:
     """Makes updates of weighted gradients of steps, and owns the averages of what they show."""
 
     def __init__(self, cfg: MeasuredWeight, learner: Learner, num_steps: int, updates: int):
+        if learner.is_sharded:
+            raise ValueError(
+                "recipe.step_weight measures whole gradients, which sharding.weights blocks "
+                "divides where policy.lora is null; set policy.lora, or another step_weight"
+            )
         self.cfg, self.learner = cfg, learner
         self.averages = Averages.none(num_steps)
         self.decay = 0.5 ** (1 / (cfg.half_life * updates))

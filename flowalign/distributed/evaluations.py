@@ -1,0 +1,54 @@
+"""Repeat evaluations of a network without weight, so that ranks have equal backward passes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Evaluations:
+    """Counts the evaluations of a network since the last backward pass, and repeats the last one.
+
+    While a gradient is recorded, all inputs get one: then all evaluations have backward passes of
+    the same collective calls.
+    """
+
+    def __init__(self, network: nn.Module):
+        self.network, self.count = network, 0
+        self._last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        network.register_forward_pre_hook(self._note, with_kwargs=True, prepend=True)
+
+    def spare(self) -> Tensor:
+        """Return a zero whose backward pass is that of an evaluation, and adds zeros.
+
+        Raises:
+            RuntimeError: This process has not evaluated the network yet.
+        """
+        if self._last is None:
+            raise RuntimeError(
+                "a process without any example cannot take part in the backward pass of sharded "
+                "weights: give each process at least one"
+            )
+        args, kwargs = self._last
+        with torch.enable_grad():
+            made = self.network(*args, **kwargs)
+        return torch.stack([0 * part.sum() for part in tree_leaves(made)]).sum()
+
+    def _note(
+        self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._last = tree_map(_detached, (args, kwargs))
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        self.count += 1
+        return tree_map(_with_gradient, (args, kwargs))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _with_gradient(value: Any) -> Any:
+    records = isinstance(value, Tensor) and value.is_floating_point() and not value.requires_grad
+    return value.detach().requires_grad_() if records else value

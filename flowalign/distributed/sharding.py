@@ -1,0 +1,131 @@
+"""Shard weights over processes by FSDP2, block by block.
+
+arXiv:2304.11277 describes fully sharded data parallelism; `torch.distributed.fsdp.fully_shard` is
+its second implementation. The parameters of an adapter are left whole on every process, so
+gradients, averages and checkpoints are those of an unsharded run. Where a whole network is trained,
+parameters, gradients, averages and moments are `DTensor`s.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from flowalign.distributed.evaluations import Evaluations
+from flowalign.distributed.processes import Processes
+from flowalign.distributed.rendezvous import Rendezvous
+
+PRECISION = MixedPrecisionPolicy(
+    param_dtype=None, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+)
+"""Weights are gathered as they are stored and computed with as in an unsharded run; reductions are
+in float32."""
+
+
+def shard(
+    networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
+    processes: Processes,
+    degree: int,
+) -> None:
+    """Shard the parameters of networks, each given with its blocks, over groups of ranks.
+
+    Trained parameters of a network that has frozen ones stay whole. `degree` consecutive ranks
+    share one copy. Networks may be in main memory: block after block moves to the device of this
+    process.
+    """
+    assert processes.rendezvous is not None, "processes that share weights meet"
+    kind = processes.device.type
+    replicas = processes.world // degree
+    names = "replicate", "shard"
+    mesh = init_device_mesh(kind, (replicas, degree), mesh_dim_names=names)
+    units: list[FSDPModule] = []
+    for network, blocks in networks:
+        adapter = _adapter(network)
+        for p in adapter:
+            p.data = p.data.to(processes.device)  # what is ignored is not moved
+        sharded = [
+            fully_shard(
+                unit,
+                mesh=mesh["shard"],
+                mp_policy=PRECISION,
+                ignored_params=adapter,
+                reshard_after_forward=True,  # of the whole network, too: others may need it
+            )
+            for unit in (*blocks, network)
+        ]
+        units += sharded[-1:] + sharded[:-1]
+    ranks = torch.arange(processes.world).view(replicas, degree).tolist()
+    processes.rendezvous.share(ranks, _lenders(units))
+    for number, unit in enumerate(units):
+        gather: Any = _AnnouncedGather(processes.rendezvous, number)
+        unit.set_custom_all_gather(gather)
+        unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
+        unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
+        unit.set_force_sum_reduction_for_comms(True)
+    whole = [network for network, _ in networks if not _adapter(network) and _trained(network)]
+    if whole:
+        processes.rendezvous.evaluations = Evaluations(whole[0])
+        processes.rendezvous.replicas = mesh.get_group("replicate")
+
+
+def _trained(network: nn.Module) -> set[nn.Parameter]:
+    return {p for p in network.parameters() if p.requires_grad}
+
+
+def _adapter(network: nn.Module) -> set[nn.Parameter]:
+    """Return the trained parameters of a network that has frozen ones."""
+    trained = _trained(network)
+    return trained if len(trained) < sum(1 for _ in network.parameters()) else set()
+
+
+class _AnnouncedGather:
+    """Gathers a unit as FSDP2 does by default, once all ranks are about to."""
+
+    def __init__(self, rendezvous: Rendezvous, number: int):
+        self.rendezvous, self.number = rendezvous, number
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a gathered unit."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Gather the parts of all ranks of the group."""
+        backward = torch._C._current_graph_task_id() != -1
+        self.rendezvous.gathering(self.number, backward)
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def _lenders(units: Sequence[FSDPModule]) -> list[Callable[[], None]]:
+    """Return, of each unit, how to gather it for others; it stays whole only if it was."""
+    owners: dict[nn.Parameter, tuple[FSDPModule, nn.Module, str]] = {}
+    for unit in units:  # blocks come after the network that holds them, and keep what is theirs
+        for module in cast(nn.Module, unit).modules():
+            for name, p in module.named_parameters(recurse=False):
+                if isinstance(p, DTensor):
+                    owners[p] = unit, module, name
+    one = {unit: (module, name) for unit, module, name in owners.values()}
+    return [partial(_lend, unit, *one[unit]) if unit in one else _nothing for unit in units]
+
+
+def _lend(unit: FSDPModule, module: nn.Module, name: str) -> None:
+    whole = not isinstance(getattr(module, name), DTensor)
+    if whole:
+        unit.reshard()
+    unit.unshard()
+    if not whole:
+        unit.reshard()
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,152 @@
+"""Frozen weights that processes share: velocities, gradients and unequal work."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from flowalign.distributed.sharding import shard
+from flowalign.training.reference import AdapterOff
+from flowalign.types import Request
+from tests.fixtures.embedded import move, new_sd3
+from tests.fixtures.ranks import joined, on_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def moved_sd3(**changes):
+    policy = new_sd3(**changes)
+    move(policy)
+    return policy
+
+
+def sharded_sd3(processes, degree=None, **changes):
+    policy = moved_sd3(**changes)
+    shard(policy.networks(), processes, degree or processes.world)
+    return policy
+
+
+def batch(policy, seed=1):
+    x = policy.noise(2, torch.Generator().manual_seed(seed))
+    return x, torch.tensor([0.9, 0.3]), policy.encode([Request("a"), Request("two red balls")])
+
+
+def velocities(policy):
+    """Of the policy and of the network without its adapter."""
+    with torch.no_grad():
+        return policy.velocity(*batch(policy)), AdapterOff(policy).velocity(*batch(policy))
+
+
+def gradient(policy, seeds=(1,)):
+    """Of a loss through all evaluations at once."""
+    loss = sum((policy.velocity(*batch(policy, s)) ** 2).mean() for s in seeds)
+    loss.backward()
+    found = {n: p.grad for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+    policy.denoiser.zero_grad(set_to_none=True)
+    return found
+
+
+def _equal_work(processes, changes):
+    policy = sharded_sd3(processes, **changes)
+    held = sum(p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor))
+    made = velocities(policy), gradient(policy)
+    again = sum(
+        p.to_local().numel() for p in policy.denoiser.parameters() if isinstance(p, DTensor)
+    )
+    return *made, held, again
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"guidance": 2.0}])
+def test_sharded_weights_compute_what_whole_ones_compute(tmp_path, changes):
+    whole = moved_sd3(**changes)
+    frozen = sum(p.numel() for p in whole.denoiser.parameters() if not p.requires_grad)
+    expected = velocities(whole), gradient(whole)
+    assert not torch.equal(*expected[0]), "the adapter does nothing"
+    ranks = on_ranks(_equal_work, 2, tmp_path, changes)
+    for found, grads, held, again in ranks:
+        assert all(map(torch.equal, found, expected[0]))
+        assert grads.keys() == expected[1].keys()
+        assert all(torch.equal(grads[name], g) for name, g in expected[1].items())
+        assert again == held, "blocks stayed whole"
+    assert sum(held for _, _, held, _ in ranks) == frozen
+    assert max(held for _, _, held, _ in ranks) < 0.6 * frozen
+
+
+def _unequal_work(processes, degree):
+    """Rank r computes, waits, and goes through a backward pass in an order of its own."""
+    policy = sharded_sd3(processes, degree)
+    made = []
+    for _ in range(processes.rank):
+        made.append(velocities(policy)[0])
+    counts = processes.gather(torch.tensor([len(made)])).tolist()
+    if processes.rank % 2 == 0:
+        made.append(gradient(policy, seeds=(1, 2)))
+        made.append(gradient(policy))
+    processes.barrier()
+    kept = policy.velocity(*batch(policy))  # its graph waits while others compute
+    if processes.rank:
+        made.append(velocities(policy)[1])
+    total = processes.total({"a": float(processes.rank)})
+    (kept**2).mean().backward()
+    policy.denoiser.zero_grad(set_to_none=True)
+    if processes.rank == processes.world - 1:
+        made.append(gradient(policy))
+        made.append(gradient(policy, seeds=(2, 1)))
+    return made, counts, total, processes.max_rank_difference([torch.nn.Parameter(kept.detach())])
+
+
+@pytest.mark.parametrize(("world", "degree"), [(2, None), (4, 2)])
+def test_ranks_with_unequal_work_do_not_wait_forever_and_compute_the_same(tmp_path, world, degree):
+    """Four ranks share two copies, as two machines would."""
+    whole = moved_sd3()
+    velocity, reference = velocities(whole)
+    one, two = gradient(whole), gradient(whole, seeds=(1, 2))
+    ranks = on_ranks(_unequal_work, world, tmp_path, degree)
+    for rank, (made, counts, total, difference) in enumerate(ranks):
+        expected = [velocity] * rank + [two, one] * (rank % 2 == 0) + [reference] * (rank > 0)
+        expected += [one, gradient(whole, seeds=(2, 1))] * (rank == world - 1)
+        assert len(made) == len(expected)
+        for ours, theirs in zip(made, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-7, rtol=1e-6)
+        assert counts == list(range(world))
+        assert total == {"a": sum(range(world))}
+        assert difference == 0
+
+
+def _disagreeing(processes):
+    try:
+        processes.barrier() if processes.rank else processes.total({})
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_ranks_in_different_calls_are_told_instead_of_waiting(tmp_path):
+    told = on_ranks(_disagreeing, 2, tmp_path)
+    assert told == ["ranks wait for one another in different calls: ['total', 'barrier']"] * 2
+
+
+def _killed(rank, folder):
+    processes = joined(rank, 2, folder)
+    policy = sharded_sd3(processes)
+    velocities(policy)
+    processes.barrier()
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(ConnectionError, match="another process of this run ended"):
+        velocities(policy)
+    torch.save(time.monotonic() - start, f"{folder}/seconds")
+
+
+def test_a_killed_rank_ends_the_other_within_a_minute(tmp_path):
+    context = mp.start_processes(
+        _killed, (str(tmp_path),), nprocs=2, start_method="fork", join=False, daemon=True
+    )
+    for process in context.processes:
+        process.join(100)
+    assert [process.exitcode for process in context.processes] == [0, -signal.SIGKILL]
+    assert torch.load(tmp_path / "seconds") < 60

@@ -1,0 +1,230 @@
+"""Whole runs whose weights are sharded equal runs of one process, of every kind."""
+
+import json
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from flowalign.runs import load, start, train
+from flowalign.runs.policy_setup import check_world
+from flowalign.types import Sharding
+from tests.fixtures.embedded import FOLDER as SD3
+from tests.fixtures.ranks import on_ranks
+from tests.fixtures.stopped_runs import SMALL
+
+assert SMALL["policy"]["init_args"]["path"] == SD3, "imported before ranks are forked"
+PROMPTS = "assets/shapes/prompts/train.txt"
+SAMPLING = {"num_steps": 4, "samples_per_prompt": 4, "eta": 1.0, "micro_batch": 7}
+FIXED = {"class_path": "flowalign.sampling.Fixed", "init_args": {"start": 0, "stop": 2}}
+SCORED = {
+    "class_path": "flowalign.training.matching.ScoredGroups",
+    "init_args": {
+        "prompts": PROMPTS,
+        "prompts_per_step": 3,
+        "sampling": {
+            **{"num_steps": 4, "samples_per_prompt": 4, "micro_batch": 7},
+            "sde_window": {"class_path": "flowalign.sampling.NoSteps"},
+        },
+        "weights": "old",
+    },
+}
+ONLINE_PAIRS = {
+    "class_path": "flowalign.training.matching.Rollouts",
+    "init_args": {
+        **{"prompts": PROMPTS, "prompts_per_step": 3, "samples_per_prompt": 4, "num_steps": 4},
+        "rule": {"class_path": "flowalign.data.BestWorst", "init_args": {"count": 1}},
+    },
+}
+
+
+def policy_gradient(**settings):
+    grpo = {
+        "surrogate": {"class_path": "flowalign.losses.PPOClip", "init_args": {"clip": 0.2}},
+        "kl_coef": 0.1,
+    }
+    loss = {"class_path": "flowalign.losses.GRPO", "init_args": grpo}
+    own = {"prompts": PROMPTS, "prompts_per_step": 3, "micro_batch": 5, "algorithm": loss}
+    sampling = SAMPLING | {"sde_window": FIXED} | settings.pop("sampling", {})
+    return {
+        "class_path": "flowalign.training.PolicyGradient",
+        "init_args": own | {"sampling": sampling} | settings,
+    }
+
+
+def matching(data, loss, **settings):
+    own = {"data": data, "loss": {"class_path": f"flowalign.losses.{loss}"}, "micro_batch": 5}
+    return {"class_path": "flowalign.training.Matching", "init_args": own | settings}
+
+
+RECIPES = {
+    "outcome": policy_gradient(),
+    "branches": policy_gradient(
+        sampling={"branching": {"class_path": "flowalign.sampling.Tree"}},
+        credit={"class_path": "flowalign.credit.Branch"},
+    ),
+    "turning points": policy_gradient(credit={"class_path": "flowalign.credit.TurningPoint"}),
+    "DPO": matching(ONLINE_PAIRS, "DPO"),
+    "NFT": matching(
+        SCORED,
+        "NFT",
+        updates_per_step=1,
+        old={"decay": {"slope": 0.1, "highest": 0.9}, "per": "step"},
+    ),
+    "reward gradient": {
+        "class_path": "flowalign.training.RewardGradient",
+        "init_args": {
+            **{"prompts": PROMPTS, "prompts_per_step": 3, "micro_batch": 2, "kl": 0.1},
+            "connection": {
+                "class_path": "flowalign.connections.DRaFT",
+                "init_args": {"last_steps": 2},
+            },
+            "start": {
+                "class_path": "flowalign.training.reward_gradient.FromRollouts",
+                "init_args": {"num_steps": 4},
+            },
+        },
+    },
+}
+SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness"}
+
+
+def settings(recipe, **changes):
+    """Three updates of a small adapter, by rewards that drop no group."""
+    gradient = "RewardGradient" in recipe["class_path"]
+    rewards = [SMOOTH] if gradient else SMALL["rewards"]
+    weights = {"redness": 1.0} if gradient else {"colour": 1.0, "clean": 0.5}
+    own = {"rewards": rewards, "reward_weights": weights, "num_steps": 3, "recipe": recipe}
+    optimizer = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02}
+    checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["outcome"] else "never"}
+    return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes
+
+
+def _runs(processes, folder, names, changes, resume):
+    for name in names:
+        own = settings(RECIPES[name], **changes)
+        own["recipe"]["init_args"]["on_failed_check"] = "warn"
+        file = Path(folder) / f"{name}{processes.rank}.yaml"
+        file.write_text(yaml.safe_dump(own | {"output_dir": f"{folder}/{name}"}))
+        run, text = load(str(file))
+        train(start(run, text, lambda _: None, resume=resume))
+
+
+def run(folder, names, world, *, resume=None, **changes):
+    folder.mkdir(exist_ok=True)
+    ranks = folder / f"ranks{world}{resume is None}"
+    on_ranks(_runs, world, ranks, str(folder), names, changes, resume)
+    return folder
+
+
+def state(folder, step=3):
+    return load_file(folder / "checkpoints" / f"step-{step:06d}" / "state/training.safetensors")
+
+
+def assert_close(ours, theirs, tolerance=1e-6):
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=0, msg=name)
+
+
+def saved(folder, step=3):
+    """The weights that diffusers loads, live and averaged."""
+    place = folder / "checkpoints" / f"step-{step:06d}"
+    return {
+        f"{kind}{name}": value
+        for kind in ("", "ema/")
+        for name, value in load_file(
+            place / kind / "transformer/diffusion_pytorch_model.safetensors"
+        ).items()
+    }
+
+
+BLOCKS = {"weights": "blocks"}
+WHOLE = SMALL["policy"]["init_args"] | {"lora": None}
+ALL = {"policy": SMALL["policy"] | {"init_args": WHOLE}}
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A function that returns the folder of a run on one, two or two sharded processes."""
+    root = tmp_path_factory.mktemp("runs")
+
+    @cache
+    def folder(name, world, weights="replicated", trained="adapter"):
+        changes = {"sharding": {"weights": weights}} | (ALL if trained == "all" else {})
+        return run(root / f"{name}{world}{weights}{trained}", [name], world, **changes) / name
+
+    return folder
+
+
+@slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, made):
+    one, two, sharded = made(name, 1), made(name, 2), made(name, 2, "blocks")
+    final, first = state(one), state(one, 2)
+    moved = [n for n in final if "lora_B" in n and n.startswith("parameter")]
+    assert max(float(final[n].abs().max()) for n in moved) > 1e-3, "nothing was trained"
+    assert any(not torch.equal(final[n], first[n]) for n in moved)
+    assert_close(state(two), final)
+    assert_close(state(sharded), final)
+    rows = [(f / "metrics.jsonl").read_text().splitlines() for f in (one, sharded)]
+    for ours, theirs in zip(*(map(json.loads, r) for r in rows), strict=True):
+        for key in ("optim/grad_norm", "cost/network_evaluations"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+
+
+@slow
+def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
+    straight = state(made("outcome", 2, "blocks"))
+    for world in (2, 1):
+        folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2)
+        saved = folder / "outcome/checkpoints/step-000002"
+        run(folder, ["outcome"], world, sharding=BLOCKS, resume=saved)
+        resumed = state(folder / "outcome")
+        assert_close(resumed, straight, tolerance=0.0 if world == 2 else 1e-6)
+
+
+@slow
+@pytest.mark.parametrize("name", ["outcome", "branches", "DPO", "reward gradient"])
+def test_all_weights_are_trained_in_parts_as_in_one_piece(name, made):
+    one, sharded = made(name, 1, trained="all"), made(name, 2, "blocks", "all")
+    final, first = saved(one), saved(one, 2)
+    assert max(float((final[n] - first[n]).abs().max()) for n in final) > 1e-4, "nothing moves"
+    assert_close(saved(sharded), final)
+
+
+@slow
+def test_a_run_that_trains_all_in_parts_goes_on_as_two_processes_and_as_one(tmp_path, made):
+    straight = saved(made("outcome", 2, "blocks", "all"))
+    for world in (2, 1):
+        folder = run(tmp_path / str(world), ["outcome"], 2, sharding=BLOCKS, num_steps=2, **ALL)
+        resumed = folder / "outcome/checkpoints/step-000002"
+        run(folder, ["outcome"], world, sharding=BLOCKS, resume=resumed, **ALL)
+        assert_close(saved(folder / "outcome"), straight, tolerance=0.0 if world == 2 else 1e-6)
+
+
+def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
+    check_world(Sharding(weights="blocks", shard_degree=3), 6)
+    check_world(Sharding(weights="blocks"), 7)
+    with pytest.raises(ValueError, match=r"shard_degree is 4, which does not divide 6 processes"):
+        check_world(Sharding(weights="blocks", shard_degree=4), 6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (["sharding.shard_degree=2"], "sharding.weights is replicated; set it to blocks"),
+        (["sharding.weights=blocks", "speed.compile=true"], "exclude each other"),
+        (["sharding.weights=block"], "blocks"),
+        (["sharding.weights=blocks", "policy.lora=null", "policy.precision=fp16"], "fp32 or bf16"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_weights_are_read(changes, why):
+    with pytest.raises(ValueError, match=r"(?s).*sharding.*") as caught:
+        load("configs/shapes.yaml", changes)
+    assert why in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5

@@ -1,0 +1,141 @@
+"""A whole network that is trained while processes share it: unequal work, clipping, averages."""
+
+import copy
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from flowalign.distributed.processes import whole
+from flowalign.distributed.sharding import shard
+from flowalign.training.ema import EMA
+from flowalign.training.learner import Learner, Optimizer
+from flowalign.training.reference import WeightOverride
+from flowalign.types import Request
+from tests.fixtures.embedded import new_sd3
+from tests.fixtures.ranks import on_ranks
+from tests.fixtures.training import ALONE
+
+pytestmark = pytest.mark.slow
+CFG = Optimizer(learning_rate=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
+UPDATES = (
+    (((1,), (2, 3)), ((4,), (5,), (6,))),
+    (((7, 8, 9),), ()),
+)
+"""Of each update and rank the losses, as seeds of the evaluations behind them: rank 1 has one more
+in the first update, of other depth, and none in the second."""
+
+
+def batch(policy, seed):
+    x = policy.noise(2, torch.Generator().manual_seed(seed))
+    return x, torch.tensor([0.9, 0.3]), policy.encode([Request("a"), Request("two red balls")])
+
+
+def losses(learner, groups):
+    policy = learner.policy
+    for seeds in groups:
+        each = [(policy.velocity(*batch(policy, seed)) ** 2).mean() for seed in seeds]
+        learner.backward(torch.stack(each).sum())
+
+
+def outcome(learner, norms):
+    """Parameters, averages and moments in whole, and what the reference says."""
+    moments = [learner.optimizer.state[p]["exp_avg_sq"] for p in learner.parameters]
+    reference = learner.reference.velocity(*batch(learner.policy, 1))
+    average = learner.averages["ema"].average
+    gathered = [
+        [whole(t.detach()).clone() for t in ts] for ts in (learner.parameters, average, moments)
+    ]
+    return gathered, reference, norms
+
+
+def shared(policy, processes):
+    if processes.world > 1:
+        policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)
+        copied = policy.original, policy.blocks(policy.original)
+        shard([*policy.networks(), copied], processes, processes.world)
+
+
+def trained(processes, checkpointing):
+    policy = new_sd3(lora=None, gradient_checkpointing=checkpointing)
+    shared(policy, processes)
+    learner, norms = Learner(policy, CFG, processes, 100, (0.5, 1)), []
+    for update in UPDATES:
+        if processes.world == 1:
+            losses(learner, update[0] + update[1])
+        else:
+            losses(learner, update[processes.rank])
+        norms.append(learner.step()["optim/grad_norm"])
+    with torch.no_grad():
+        return outcome(learner, norms)
+
+
+def refused(learner):
+    with pytest.raises(ValueError, match=r"policy\.lora null"):
+        WeightOverride(learner.policy, EMA(learner.parameters, 0.5))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_two_processes_that_share_all_weights_make_the_updates_of_one(tmp_path, checkpointing):
+    values, reference, norms = trained(ALONE, checkpointing)
+    assert norms[0] > CFG.max_grad_norm, "nothing is clipped"
+    for found, seen, lengths in on_ranks(trained, 2, tmp_path, checkpointing):
+        assert torch.equal(seen, reference)
+        assert lengths == pytest.approx(norms, rel=1e-5)
+        for ours, theirs in zip(found, values, strict=True):
+            for own, other in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(own, other, atol=1e-6, rtol=0)
+
+
+def _held(processes):
+    policy = new_sd3(lora=None)
+    shard(policy.networks(), processes, 2)
+    learner = Learner.__new__(Learner)
+    learner.policy, learner.parameters = policy, list(policy.denoiser.parameters())
+    refused(learner)
+    assert all(isinstance(p, DTensor) for p in learner.parameters)
+    return sum(p.to_local().numel() for p in learner.parameters), learner.is_sharded
+
+
+def test_each_process_holds_about_half_of_the_trained_parameters(tmp_path):
+    total = sum(p.numel() for p in new_sd3(lora=None).denoiser.parameters())
+    held = on_ranks(_held, 2, tmp_path)
+    assert sum(count for count, _ in held) == total
+    assert max(count for count, _ in held) < 0.6 * total
+    assert all(sharded for _, sharded in held)
+
+
+def _peak(processes):
+    """Bytes that three updates with an average and a reference take, of a larger network."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed is given back at once
+    torch.manual_seed(0)
+    policy, before = new_sd3(lora=None), _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    sizes = {"num_layers": 8, "num_attention_heads": 6, "attention_head_dim": 64}
+    config = {**policy.denoiser.config, **sizes, "caption_projection_dim": 384}
+    policy.denoiser = policy.transformer_class.from_config(config).requires_grad_(True)
+    policy.pipe.transformer = policy.denoiser
+    shared(policy, processes)
+    learner = Learner(policy, CFG, processes, 100, (0.5, 1))
+    for _ in range(3):
+        with torch.no_grad():
+            learner.reference.velocity(*batch(policy, 1))
+        losses(learner, ((1,),))
+        learner.step()
+    return _resident("VmHWM") - before, sum(p.numel() for p in policy.denoiser.parameters())
+
+
+def _resident(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
+def test_a_process_of_two_takes_at_most_three_fifths_of_the_memory(tmp_path):
+    """Six copies of the weights in float32 if they are whole, and half of them if not."""
+    ((alone, parameters),) = on_ranks(_peak, 1, tmp_path / "one")
+    peaks = [peak for peak, _ in on_ranks(_peak, 2, tmp_path / "two")]
+    assert alone > 6 * 4 * parameters
+    assert max(peaks) <= 0.6 * alone, f"{max(peaks) / 1e6:.0f} of {alone / 1e6:.0f} MB"
