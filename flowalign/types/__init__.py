@@ -49,18 +49,20 @@ from flowalign.types.policy import (
 )
 from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
-    Backbone,
     Column,
+    Loadable,
+    Need,
+    RewardModel,
+    RewardOutput,
+    RewardSpec,
+)
+from flowalign.types.reward_heads import (
+    Backbone,
     Fit,
     Fittable,
     Head,
     HeadNetwork,
-    Loadable,
-    Need,
     Refreshable,
-    RewardModel,
-    RewardOutput,
-    RewardSpec,
 )
 from flowalign.types.sharding import Shardable, Sharding
 from flowalign.types.speed import Accelerated, Speed

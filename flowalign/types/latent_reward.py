@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flowalign.functional.rating import Features
 from flowalign.types.policy import Policy
-from flowalign.types.reward import Backbone
+from flowalign.types.reward_heads import Backbone
 from flowalign.types.trajectory import Cond
 
 
