@@ -8,13 +8,10 @@ from diffusers import WanImageToVideoPipeline
 from PIL import Image
 from torch import Tensor
 
-from flowalign.types import Cond, Guidance, PositiveInt, Request, Takes
-from pipelines.base import Precision
+from flowalign.types import Cond, Request, Takes
 from pipelines.first_frame import with_image_encoder
 from pipelines.references import first_frames
-from pipelines.video import Memory, Video
-from pipelines.wan import LORA, VIDEO, Wan
-from pipelines.weights import Lora
+from pipelines.wan import Wan
 
 _TEXT = 512
 """Number of text tokens beside the image tokens, hard-coded in diffusers' network."""
@@ -33,18 +30,6 @@ class WanI2V(Wan):
 
     pipeline_class = WanImageToVideoPipeline
     takes = Takes(references=(1, 1), kind="first_frame")
-
-    def __init__(
-        self,
-        path: str,
-        video: Video = VIDEO,
-        guidance: Guidance = 5.0,
-        lora: Lora | None = LORA,
-        precision: Precision = "bf16",
-        max_sequence_length: PositiveInt = 512,
-        memory: Memory = Memory(),  # noqa: B008 (frozen)
-    ):
-        super().__init__(path, video, guidance, lora, precision, max_sequence_length, memory)
 
     def shape_of_latents(
         self, transformer: Mapping[str, Any], vae: Mapping[str, Any]
