@@ -76,6 +76,15 @@ def test_tokens_and_hidden_states_are_those_of_the_original(network):
         torch.testing.assert_close(seen, RECORDED[f"vision{i}"], atol=2e-5, rtol=0)
 
 
+def test_half_precision_keeps_the_head_exact():
+    half = tiny(dtype="bfloat16")
+    output = half.score(MediaBatch(film(0), [VALUES["prompts"][0]]))
+    dtypes = {name: p.dtype for name, p in half.network.named_parameters()}
+    assert dtypes["head.regression_layer.weight"] == torch.float32
+    assert dtypes["reader.backbone.language_model.norm.weight"] == torch.bfloat16
+    assert output.values[0, 5].item() == pytest.approx(RECORDED["overall0"].item(), abs=0.05)
+
+
 def test_packed_attention_is_split_by_groups_by_hand():
     """Two groups of three heads of queries, of size 1: rows q q q k v, twice."""
     packed = torch.arange(10.0)[:, None]
