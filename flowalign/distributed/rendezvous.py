@@ -46,7 +46,7 @@ class Rendezvous:
 
         `lend` makes the gathering of each block without using it; all ranks must call this.
         """
-        self.evaluations = None
+        self.evaluations = self.replicas = None
         for ranks in groups:
             made = _group(list(ranks))
             if dist.get_rank() in ranks:
