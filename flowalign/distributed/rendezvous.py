@@ -12,7 +12,7 @@ all ranks contribute: they begin it together, and whoever has none takes part wi
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -120,9 +120,9 @@ class Rendezvous:
             self._lending = False
 
 
-def _group(ranks: list[int] | None) -> dist.ProcessGroup:
-    """Make a group of these ranks, or of all; every rank of the run must call this."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=PATIENCE))
+def _group(ranks: list[int] | None) -> Any:
+    """Make a group of these ranks, or of all, as every rank must; others get no use of it."""
+    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
 
 
 def _least(group: dist.ProcessGroup, *mine: int) -> list[int]:
