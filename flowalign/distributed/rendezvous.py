@@ -12,7 +12,7 @@ all ranks contribute: they begin it together, and whoever has none takes part wi
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -46,7 +46,7 @@ class Rendezvous:
 
         `lend` makes the gathering of each block without using it; all ranks must call this.
         """
-        self.evaluations = None
+        self.evaluations = self.replicas = None
         for ranks in groups:
             made = _group(list(ranks))
             if dist.get_rank() in ranks:
@@ -120,9 +120,9 @@ class Rendezvous:
             self._lending = False
 
 
-def _group(ranks: list[int] | None) -> dist.ProcessGroup:
-    """Make a group of these ranks, or of all; every rank of the run must call this."""
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", timeout=PATIENCE))
+def _group(ranks: list[int] | None) -> Any:
+    """Make a group of these ranks, or of all, as every rank must; others get no use of it."""
+    return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
 
 
 def _least(group: dist.ProcessGroup, *mine: int) -> list[int]:

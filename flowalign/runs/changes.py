@@ -14,6 +14,7 @@ ACCEPTED = (
     "checkpoints",
     "trackers",
     "device",
+    "sharding",
     "threads",
     "output_dir",
 )

@@ -221,7 +221,7 @@ def _read(state: Path, learner: Learner) -> dict[str, Tensor]:
     if not (state / FOLDER).is_dir():
         with safe_open(state / "training.safetensors", "pt") as file:
             whole = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        return {n: divided(t, parameters.get(_named(n), t)) for n, t in whole.items()}
+        return {n: divided(t, parameters.get(_named(n))) for n, t in whole.items()}
     like = {}
     for name, (dtype, shape) in shapes(state / FOLDER).items():
         like[name] = parameters.get(_named(name), torch.empty(()))

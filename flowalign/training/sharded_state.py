@@ -43,8 +43,8 @@ def read_sharded(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def divided(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a whole tensor divided as another is, if it is."""
-    if not isinstance(like, DTensor) or isinstance(tensor, DTensor) or tensor.dim() == 0:
+def divided(tensor: Tensor, like: Tensor | None) -> Tensor:
+    """Return a whole tensor divided as another is, if it is; a single number stays whole."""
+    if not isinstance(like, DTensor) or tensor.dim() == 0:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

@@ -99,7 +99,7 @@ def settings(recipe, **changes):
     weights = {"redness": 1.0} if gradient else {"colour": 1.0, "clean": 0.5}
     own = {"rewards": rewards, "reward_weights": weights, "num_steps": 3, "recipe": recipe}
     optimizer = {"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 0.02}
-    checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["outcome"] else "never"}
+    checkpoints = {"every": 2, "verify": "always" if recipe is RECIPES["branches"] else "never"}
     return SMALL | own | {"optimizer": optimizer, "checkpoints": checkpoints} | changes
 
 
@@ -171,7 +171,7 @@ def test_one_process_two_and_two_that_share_weights_make_the_same_updates(name, 
     assert any(not torch.equal(final[n], first[n]) for n in moved)
     assert_close(state(two), final)
     assert_close(state(sharded), final)
-    rows = [(f / "metrics.jsonl").read_text().splitlines() for f in (one, sharded)]
+    rows = [(f / "metrics.jsonl").read_text().splitlines() for f in (two, sharded)]
     for ours, theirs in zip(*(map(json.loads, r) for r in rows), strict=True):
         for key in ("optim/grad_norm", "cost/network_evaluations"):
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
