@@ -14,7 +14,7 @@ from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan,
 from flowalign.training.reward_gradient.frames import check_frames
 from flowalign.training.reward_gradient.loop import RewardGradientLoop
 from flowalign.training.reward_gradient.settings import Settings
-from flowalign.types import ModelPlan, Policy, Renders
+from flowalign.types import ModelPlan, Policy, Renders, Request
 
 
 @dataclass(frozen=True, kw_only=True)
