@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowalign.types import ModelPlan, PositiveFloat, PositiveInt, Saving
+from flowalign.types import Guidance, ModelPlan, PositiveFloat, PositiveInt, Saving
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.encoding import clips_of
 from pipelines.estimates import encoder_parameters, hollow, peak_bytes
@@ -78,7 +78,7 @@ class VideoPolicy(DiffusersPolicy):
         self,
         path: str,
         video: Video,
-        guidance: float,
+        guidance: Guidance,
         lora: Lora | None,
         precision: Precision,
         max_sequence_length: int,

@@ -41,6 +41,7 @@ SINCE = (
 """The models that came after version 0.1."""
 
 NEW = [
+    ["configs/credit/flux1_dev/cogni_edit.yaml"],
     ["configs/credit/flux1_dev/dance_grpo.yaml"],
     ["configs/credit/flux1_dev/grpo_guard.yaml"],
     ["configs/credit/flux1_dev/mixgrpo_flash.yaml"],
@@ -83,6 +84,7 @@ NEW = [
         "configs/methods/worldcompass_wan.yaml",
         "configs/tasks/first_frames.yaml",
     ],
+    ["configs/shapes_crd.yaml"],
     ["configs/shapes_nft.yaml"],
     ["configs/shapes_nft.yaml", "configs/methods/nft_step_credit.yaml"],
     ["configs/shapes.yaml", "configs/methods/awm.yaml", "configs/tasks/shapes_groups.yaml"],

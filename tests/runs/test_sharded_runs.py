@@ -214,13 +214,16 @@ def test_a_world_that_groups_do_not_divide_is_refused_with_those_that_do():
         check_world(Sharding(weights="blocks", shard_degree=4), 6)
 
 
+FP16 = ["policy.precision=fp16", "device=auto"]
+
+
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         (["sharding.shard_degree=2"], "sharding.weights is replicated; set it to blocks"),
         (["sharding.weights=blocks", "speed.compile=true"], "exclude each other"),
         (["sharding.weights=block"], "blocks"),
-        (["sharding.weights=blocks", "policy.lora=null", "policy.precision=fp16"], "fp32 or bf16"),
+        (["sharding.weights=blocks", "policy.lora=null", *FP16], "fp32 or bf16"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused_before_weights_are_read(changes, why):

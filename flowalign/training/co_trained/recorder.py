@@ -5,12 +5,13 @@ from dataclasses import replace
 from typing_extensions import override
 
 from flowalign.types import MediaBatch, RewardModel, RewardOutput
+from flowalign.utils.ranges import PositiveInt
 
 
 class Recorder(RewardModel):
     """Scores by another model, and keeps the media of the first groups since it was cleared."""
 
-    def __init__(self, model: RewardModel, num_groups: int):
+    def __init__(self, model: RewardModel, num_groups: PositiveInt):
         self.model, self.spec, self.num_groups = model, model.spec, num_groups
         self.kept: list[MediaBatch] = []
         self.groups: dict[int, int] = {}

@@ -117,6 +117,7 @@ def test_at_the_start_most_losses_of_references_are_known():
         "dpo_ipo": 0.25,
         "safeguard": ln2,
         "balance": ln2,
+        "focus_dpo": ln2,
         "kto": 0.5,
     }
 
