@@ -81,7 +81,7 @@ class VideoPolicy(DiffusersPolicy):
         guidance: Guidance,
         lora: Lora | None,
         precision: Precision,
-        max_sequence_length: int,
+        max_sequence_length: PositiveInt,
         memory: Memory,
     ):
         super().__init__(path, lora, precision, memory.gradient_checkpointing)
