@@ -33,6 +33,8 @@ def small(name: str, method: str, folder: str) -> dict[str, Any]:
     changes = {"path": folder, "video": MODELS[name][1], "precision": "fp32", "memory": {}}
     values["policy"]["init_args"] |= changes | {"max_sequence_length": 24}
     values["policy"]["init_args"]["lora"]["rank"] = 2
+    # gradients of tiny networks may be below Adam's eps until its second factor has moved
+    values.setdefault("optimizer", {})["learning_rate"] = 1e-2
     recipe = values["recipe"]["init_args"]
     source = recipe["data"]["init_args"] if "data" in recipe else recipe
     source |= METHODS[method]
