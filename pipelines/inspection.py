@@ -1,6 +1,7 @@
 """Tries on a pipeline's folder what training needs, and says what works."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def inspect_pipeline(
     network, state = policy.denoiser, policy.noise(1, torch.Generator().manual_seed(0))
     steps, rows = rollout(policy, [Request(_PROMPT)], 4)
     policy.evaluations_per_velocity = rows // len(steps)
+    policy.call = replace(policy.call, evaluations=rows // len(steps))
     return {
         "pipeline": f"{policy.pipeline_class.__name__}, {type(network).__name__} of "
         f"{sum(p.numel() for p in network.parameters()):,} parameters",

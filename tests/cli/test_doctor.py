@@ -1,5 +1,7 @@
 """`flowalign doctor` of a pipeline: what works, and what is refused in one line."""
 
+import re
+
 import pytest
 
 from flowalign.cli.main import main
@@ -20,7 +22,9 @@ def test_the_doctor_says_what_works_of_a_pipeline(capsys):
     told = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "encode prompts together, keeps (13, 96), (13, 96), (96,), (96,)" in told
     assert "velocity 2 evaluations for a step, state (4, 8, 8)" in told
-    assert "replay off by 0.0e+00 in 4 steps" in told
+    off = re.search(r"replay off by (\S+) in 4 steps", told)
+    assert off, told
+    assert float(off[1]) < 1e-5, "rows of another batch round differently on some machines"
     assert "decode media (1, 3, 32, 32)" in told
     assert "embed state (4, 8, 8)" in told
     assert "to_q, to_k, to_v, to_out.0: 20 of 74 linear layers" in told

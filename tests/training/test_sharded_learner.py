@@ -136,9 +136,11 @@ def _resident(name):
 def test_a_process_of_two_takes_about_three_fifths_of_the_memory(tmp_path):
     """Six copies of the weights in float32 if they are whole, and half of them if not.
 
-    .59 on an idle machine; where the allocator keeps more, a few hundredths more.
+    .59 of one process on an idle machine. What was freed before the peak is watched is used again,
+    more of it on some machines, so that one process may show a few megabytes less than its copies.
     """
     ((alone, parameters),) = on_ranks(_peak, 1, tmp_path / "one")
     peaks = [peak for peak, _ in on_ranks(_peak, 2, tmp_path / "two")]
-    assert alone > 6 * 4 * parameters
-    assert max(peaks) <= 0.65 * alone, f"{max(peaks) / 1e6:.0f} of {alone / 1e6:.0f} MB"
+    whole = 6 * 4 * parameters
+    assert alone > 0.9 * whole
+    assert max(peaks) <= 0.65 * whole, f"{max(peaks) / 1e6:.0f} of {whole / 1e6:.0f} MB"
