@@ -44,7 +44,7 @@ from flowalign.runs.config import load
 from flowalign.training import RewardGradient
 
 BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.connections"
-LENGTH = 4
+LENGTH = 3
 """Budgets that the best connection is trained for with --long."""
 DIMENSIONS = ("colour", "shape", "count", "position", "clean")
 MEASURES = {
@@ -75,7 +75,8 @@ def steps_of(files: Sequence[str], _place: Path, budget: int) -> int:
     """Return the steps of a budget; the dry run of the connection says what one takes."""
     recipe = load(files)[0].recipe
     assert isinstance(recipe, RewardGradient)
-    each = recipe.start.num_steps + recipe.cost.replayed + recipe.cost.elsewhere
+    with_gradient = recipe.cost.replayed + recipe.cost.elsewhere
+    each = recipe.start.num_steps + with_gradient * (2 if recipe.kl else 1)  # and the reference's
     return max(1, round(budget / (recipe.examples_per_step * each)))
 
 
@@ -83,6 +84,7 @@ STUDY = Study(
     name="connections",
     methods={
         "draft_1": [BASE],
+        "draft": [BASE],
         "draft_lv": method("draft_lv"),
         "refl": method("refl"),
         "align_prop": [BASE],
@@ -96,6 +98,7 @@ STUDY = Study(
         "srpo": [BASE],
     },
     settings={
+        "draft": connection("DRaFT", last_steps=8),
         "refl": {"recipe": {"connection": {"last_steps": 4}}},  # 11 of 25 steps are 4 of 8
         "align_prop": connection("AlignProp"),
         "vader": connection("VADER", step="random"),
@@ -106,15 +109,16 @@ STUDY = Study(
             "recipe": connection("DirectAlign", directions="both")["recipe"] | {"relative": WORDS}
         },
     },
-    budget=31_000,
-    rates=(3e-4, 1e-3),
+    budget=20_000,
+    rates=(1e-3, 2e-3),
     steps=steps_of,
     evaluations=3,
 )
 VARIANTS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "kl": {"kl": 5.0},
+    "kl": {},
+    "no_kl": {"kl": 0.0},
     "relative": {"relative": WORDS},
+    "relative_no_kl": {"relative": WORDS, "kl": 0.0},
 }
 """Settings of the recipe in runs of --long."""
 

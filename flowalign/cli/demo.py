@@ -8,7 +8,7 @@ from flowalign.cli import train
 from flowalign.cli.ranges import SEED, whole
 
 HELP = "Align the embedded text-to-image model on the CPU."
-CONFIG = "configs/shapes.yaml"
+CONFIG = "configs/shapes_crd.yaml"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

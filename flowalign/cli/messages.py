@@ -20,8 +20,8 @@ class UsageError(ValueError):
 
 
 def quiet_libraries() -> None:
-    """Silence libraries' messages about kernels, retries and symlinks."""
-    for name in ("xformers", "huggingface_hub"):
+    """Silence libraries' messages about kernels, retries, symlinks and their own insides."""
+    for name in ("xformers", "huggingface_hub", "bitsandbytes", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks.*")
     os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
