@@ -44,7 +44,7 @@ from flowalign.runs.config import load
 from flowalign.training import RewardGradient
 
 BASE, CLASSES = "configs/shapes_draft.yaml", "flowalign.connections"
-LENGTH = 3
+LENGTH = 4
 """Budgets that the best connection is trained for with --long."""
 DIMENSIONS = ("colour", "shape", "count", "position", "clean")
 MEASURES = {
@@ -109,8 +109,8 @@ STUDY = Study(
             "recipe": connection("DirectAlign", directions="both")["recipe"] | {"relative": WORDS}
         },
     },
-    budget=20_000,
-    rates=(1e-3, 2e-3),
+    budget=15_000,
+    rates=(2e-3, 4e-3),
     steps=steps_of,
     evaluations=3,
 )

@@ -111,6 +111,7 @@ NEW = [
     ["configs/shapes_edit_nft.yaml"],
     ["configs/preference/shapes_edit_dpo.yaml"],
     ["configs/shapes_draft.yaml"],
+    ["configs/shapes_leap_align.yaml"],
     ["configs/shapes_tdm.yaml"],
     ["configs/shapes_tdm_r1.yaml"],
     ["configs/models/sd35_medium.yaml", "configs/methods/tdm.yaml"],
