@@ -1,5 +1,7 @@
 """Time a step by stage, against its floor: the same network evaluations back to back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -24,11 +26,22 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     Raises:
         ValueError: The run cannot be started.
     """
+    with started(run) as session:
+        return _measured(session, repeats)
+
+
+@contextmanager
+def started(run: Run) -> Iterator[Session]:
+    """Start a run in a directory that is removed afterwards.
+
+    Raises:
+        ValueError: The run cannot be started.
+    """
     with TemporaryDirectory(prefix="flowalign-bench-") as folder:
         at = replace(run, output_dir=str(Path(folder) / "run"))
         session = start(at, "", lambda _: None)
         try:
-            return _measured(session, repeats)
+            yield session
         finally:
             assert session.claim is not None, "a single process"
             session.claim.release()
@@ -59,7 +72,8 @@ def _row(stages: Stages, bare: Stages) -> dict[str, float]:
     seconds = {n: value for n, value in stages.seconds.items() if n != "check"} | bare.seconds
     step = sum(seconds.values()) - seconds["floor"]
     own = step - sum(seconds.get(name, 0.0) for name in ("decode", "reward"))
-    peaks = {f"gib/{name}": size / _GIB for name, size in (stages.peaks | bare.peaks).items()}
+    peaks = {f"gib/{n}": size / _GIB for n, size in (stages.peaks | bare.peaks).items()}
+    peaks.pop("gib/check", None)
     return {
         **{f"seconds/{name}": value for name, value in seconds.items()},
         "seconds/step": step,
