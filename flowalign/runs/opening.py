@@ -34,8 +34,7 @@ def opened(run: Run) -> tuple[CreditedRollouts, Learner, Rewards, Costs]:
     costs = Costs()
     rewards = run.build_rewards(costs)
     run.load_rewards(rewards)
-    run.load_policy(processes)
-    costs.count(run.policy.denoiser)
+    run.load_policy(processes, costs)
     learner = Learner(run.policy, run.optimizer, processes, run.num_steps, None)
     return recipe, learner, rewards, costs
 
