@@ -28,15 +28,16 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Run the chosen parts one after the other, and return what was written."""
     import torch
 
-    from assets.bench.gpu_parts import PARTS, SIZES, build_networks
+    from assets.bench.gpu_parts import PARTS
+    from assets.bench.gpu_sizes import SIZES, build_networks
 
-    args = _arguments(list(PARTS), argv)
-    size = "full" if torch.cuda.is_available() else "small"
+    args = _arguments(list(PARTS), list(SIZES), argv)
+    size = args.size or ("full" if torch.cuda.is_available() else "small")
     found: dict[str, Any] = _header(size, SIZES[size], vars(args))
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="flowalign-gpu-") as folder:
         build_networks(SIZES[size], Path(folder))
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # for the processes of the parts
         for part in args.parts:
             left = args.total - (time.monotonic() - begin)
             found["parts"][part] = run_part(part, size, folder, min(args.limit, left))
@@ -92,12 +93,13 @@ def print_table(found: dict[str, Any]) -> None:
         table(f"{part}, {found['machine']['gpu']}", rows)
 
 
-def _arguments(parts: list[str], argv: list[str] | None) -> argparse.Namespace:
+def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--parts", default=",".join(parts), help=f"of {', '.join(parts)}, separated by commas")
     add("--limit", type=float, default=180.0, help="seconds of a part at most, default 180")
     add("--total", type=float, default=600.0, help="seconds of all parts at most, default 600")
+    add("--size", choices=sizes, help="default: full with a GPU, else small")
     add("--out", type=Path, default=Path("runs/bench_gpu.json"))
     args = parser.parse_args(argv)
     args.parts = args.parts.split(",")

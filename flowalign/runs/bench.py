@@ -19,8 +19,9 @@ def measure(run: Run, repeats: int) -> dict[str, float]:
     """Return median seconds of the stages of a step and of the floor, and their quotient.
 
     A first step is not measured. The stages are sample, decode, reward (what is waited for) and
-    update, which is all the rest but the checks of the first steps. With a GPU there are the most
-    GiB that each took, too. `check/` are measurements of the first step, such as how far the ratio
+    update, which is all the rest but the checks of the first steps. On a machine that others use,
+    compare `cpu_seconds`, which are of this process alone. With a GPU there are the most GiB that
+    each stage took, too. `check/` are measurements of the first step, such as how far the ratio
     was off 1.
 
     Raises:
@@ -72,11 +73,14 @@ def _row(stages: Stages, bare: Stages) -> dict[str, float]:
     seconds = {n: value for n, value in stages.seconds.items() if n != "check"} | bare.seconds
     step = sum(seconds.values()) - seconds["floor"]
     own = step - sum(seconds.get(name, 0.0) for name in ("decode", "reward"))
+    used = {n: s for n, s in stages.processor_seconds.items() if n != "check"}
     peaks = {f"gib/{n}": size / _GIB for n, size in (stages.peaks | bare.peaks).items()}
     peaks.pop("gib/check", None)
     return {
         **{f"seconds/{name}": value for name, value in seconds.items()},
         "seconds/step": step,
+        "cpu_seconds/step": sum(used.values()),
+        "cpu_seconds/floor": bare.processor_seconds["floor"],
         "overhead": step / seconds["floor"],
         "overhead_without_reward": own / seconds["floor"],
         **peaks,

@@ -24,9 +24,11 @@ class Stages:
         self.current = rest
         self.seconds: dict[str, float] = {}
         """Seconds by stage."""
+        self.processor_seconds: dict[str, float] = {}
+        """Seconds of processor time of this process by stage, whatever else the machine does."""
         self.peaks: dict[str, int] = {}
         """Most bytes of the GPU that were allocated at once, by stage; empty without a GPU."""
-        self._since = 0.0
+        self._since = self._used = 0.0
         self._token: Token[Stages | None] | None = None
 
     def __enter__(self) -> "Stages":
@@ -50,7 +52,7 @@ class Stages:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        self._since = time.perf_counter()
+        self._since, self._used = time.perf_counter(), time.process_time()
 
     def _end(self) -> None:
         name = self.current
@@ -58,6 +60,8 @@ class Stages:
             torch.cuda.synchronize()
             self.peaks[name] = max(self.peaks.get(name, 0), torch.cuda.max_memory_allocated())
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - self._since
+        used = self.processor_seconds.get(name, 0.0) + time.process_time() - self._used
+        self.processor_seconds[name] = used
 
 
 _OPEN: ContextVar[Stages | None] = ContextVar("stages", default=None)

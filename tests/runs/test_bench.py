@@ -68,7 +68,7 @@ def test_stages_and_floor_of_a_forward_process_are_measured():
 
 
 def test_what_no_mark_claims_is_the_rest_and_a_stage_within_another_is_not_counted_twice():
-    now = iter(range(0, 100, 10))
+    now = iter(range(0, 200, 10))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("flowalign.utils.stages.time.perf_counter", lambda: next(now))
         with stage("sample"):

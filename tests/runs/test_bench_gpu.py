@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from assets.bench import gpu, gpu_parts
+from assets.bench import gpu, gpu_parts, gpu_sizes
 
 pytestmark = pytest.mark.slow
 
@@ -13,17 +13,21 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("networks")
-    gpu_parts.build_networks(gpu_parts.SMALL, made)
+    gpu_sizes.build_networks(gpu_sizes.SMALL, made)
     return made
 
 
 @pytest.mark.parametrize("part", gpu_parts.PARTS)
 def test_every_part_gives_figures_on_tiny_networks(part, folder):
-    found = dict(gpu_parts.PARTS[part](gpu_parts.SMALL, folder))
+    found = dict(gpu_parts.PARTS[part](gpu_sizes.SMALL, folder))
     assert found
     for figures in found.values():
         assert "failed" not in figures, figures
         assert all(math.isfinite(value) for value in figures.values())
+    if part == "attention":
+        assert {"native", "_native_math"} <= found.keys()
+        assert found["_native_math"]["largest_difference"] == 0
+        assert 0 < found["native"]["largest_difference"] < 0.03, "the backend makes no difference"
     if part in ("flow_grpo", "tempflow_grpo", "nft", "wan"):
         (step,) = found.values()
         stages = [step[f"seconds/{name}"] for name in ("sample", "decode", "reward", "update")]
@@ -32,7 +36,7 @@ def test_every_part_gives_figures_on_tiny_networks(part, folder):
         assert step["network_evaluations"] == EVALUATIONS[part]
 
 
-SIZE = gpu_parts.SMALL
+SIZE = gpu_sizes.SMALL
 LAST = SIZE.num_steps - 1
 SEEDS, CHILDREN = SIZE.comb
 TAILS = SEEDS * CHILDREN * sum(LAST - k for k in range(LAST))
@@ -66,7 +70,7 @@ def test_machine_versions_commit_and_settings_are_written_with_the_parts(tmp_pat
     found = json.loads(out.read_text())
     assert found["parts"] == {"compile": made}
     assert found["settings"]["limit"] == "7.0"
-    assert found["size"]["group"] == gpu_parts.SMALL.group
+    assert found["size"]["group"] == gpu_sizes.SMALL.group
     assert {"torch", "diffusers"} <= found["libraries"].keys()
     assert len(found["commit"].split()[0]) == 40
     assert [path.name for path in out.parent.iterdir()] == ["out.json"]
