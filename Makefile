@@ -11,10 +11,10 @@ export OMP_NUM_THREADS ?= 1
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick unit test lint bench docs venv
+.PHONY: help demo quick unit test lint bench bench-gpu docs venv
 
 help: ## list the targets; times are of two idle cores
-	@sed -n 's/^\([a-z]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-6s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## /\1	/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 demo: $(STAMP) ## align the embedded text-to-image model on the CPU, minutes
 	$(BIN)/flowalign demo
@@ -37,6 +37,9 @@ lint: $(STAMP) ## ruff, pyright and the import contracts, a minute
 
 bench: $(STAMP) ## time the stages of a step against bare network evaluations
 	$(BIN)/flowalign bench configs/shapes.yaml
+
+bench-gpu: $(STAMP) ## measure a GPU at published sizes, 10 minutes; without one in small
+	$(BIN)/python -m assets.bench.gpu
 
 docs: $(STAMP) ## build the documentation site into build/docs, strictly
 	$(BIN)/properdocs build --config-file docs/site/properdocs.yml

@@ -92,7 +92,7 @@ def _usable() -> str:
 def _missing(name: str) -> str:
     """Return why a backend cannot be used on this machine, or ""."""
     backend = attention_dispatch.AttentionBackendName(name)
-    on_cpu = "native", "_native_math", "flex"
+    on_cpu = "native", "_native_math"  # flex has no backward pass there
     if name not in on_cpu and not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:

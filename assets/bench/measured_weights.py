@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator
 
 from flowalign.data.requests import Requests, read_requests
-from flowalign.runs.bench import opened
 from flowalign.runs.config import load
+from flowalign.runs.opening import opened
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
 
 

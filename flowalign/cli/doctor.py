@@ -2,9 +2,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
-import os
-import sys
 from typing import Any
 
 from flowalign.cli.messages import UsageError
@@ -61,45 +58,8 @@ def _given(words: list[str]) -> dict[str, Any]:
 
 
 def _print_versions() -> int:
-    import torch
-
     from flowalign.utils.console import table
+    from flowalign.utils.versions import machine, versions
 
-    names = [
-        "flowalign",
-        "torch",
-        "torchvision",
-        "diffusers",
-        "transformers",
-        "accelerate",
-        "peft",
-        "open-clip-torch",
-        "safetensors",
-        "xformers",
-        "av",
-        "pyarrow",
-        "scipy",
-        "fastapi",
-        "uvicorn",
-        "httpx",
-        "rapidocr-onnxruntime",
-        "nudenet",
-        "opencv-python-headless",
-        "tensorboard",
-        "wandb",
-        "trackio",
-    ]
-    rows = {"python": sys.version.split()[0]}
-    for name in names:
-        try:
-            rows[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            rows[name] = "not installed"
-    rows["cpu"] = f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
-    rows["gpu"] = (
-        ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        if torch.cuda.is_available()
-        else "none"
-    )
-    table("doctor", rows)
+    table("doctor", versions() | machine())
     return 0

@@ -34,24 +34,24 @@ class Rendezvous:
     def __init__(self) -> None:
         self.everyone = _group(None)
         self._sharers: dist.ProcessGroup | None = None
-        self._lend: Sequence[Callable[[], None]] = ()
+        self.lend: Sequence[Callable[[], None]] = ()
+        """How to gather each block without using it; the same blocks on all ranks."""
         self._lending = False
         self.evaluations: Evaluations | None = None
         """Evaluations of the network whose trained weights are sharded; None if none are."""
         self.replicas: dist.ProcessGroup | None = None
         """Ranks with the same part of sharded trained weights; None if none are sharded."""
 
-    def share(self, groups: Sequence[Sequence[int]], lend: Sequence[Callable[[], None]]) -> None:
+    def share(self, groups: Sequence[Sequence[int]]) -> None:
         """Begin to announce gatherings in this rank's one of several groups of ranks.
 
-        `lend` makes the gathering of each block without using it; all ranks must call this.
+        All ranks must call this.
         """
         self.evaluations = self.replicas = None
         for ranks in groups:
             made = _group(list(ranks))
             if dist.get_rank() in ranks:
                 self._sharers = made
-        self._lend = lend
 
     def gathering(self, block: int, backward: bool) -> None:
         """Return when all ranks are about to gather this block, lending others until then.
@@ -61,7 +61,7 @@ class Rendezvous:
         """
         if self._lending or self._sharers is None:
             return
-        count = len(self._lend)
+        count = len(self.lend)
         number = count + -block % count if backward else block
         while (least := _least(self._sharers, number)[0]) != number:
             self._lend_block(least)
@@ -90,7 +90,7 @@ class Rendezvous:
 
     @property
     def _backward(self) -> int:
-        return 2 * len(self._lend)
+        return 2 * len(self.lend)
 
     def _wait(self, number: int) -> int:
         """Lend blocks until no rank gathers one; return the lowest announcement then."""
@@ -115,7 +115,7 @@ class Rendezvous:
     def _lend_block(self, number: int) -> None:
         self._lending = True
         try:
-            self._lend[-number % len(self._lend) if number >= len(self._lend) else number]()
+            self.lend[-number % len(self.lend) if number >= len(self.lend) else number]()
         finally:
             self._lending = False
 

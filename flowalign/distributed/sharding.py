@@ -6,6 +6,7 @@ gradients, averages and checkpoints are those of an unsharded run. Where a whole
 parameters, gradients, averages and moments are `DTensor`s.
 """
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -28,50 +29,98 @@ PRECISION = MixedPrecisionPolicy(
 in float32."""
 
 
-def shard(
-    networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
-    processes: Processes,
-    degree: int,
-) -> None:
-    """Shard the parameters of networks, each given with its blocks, over groups of ranks.
+class Shards:
+    """Holds networks whose parameters are divided over groups of ranks; copies can be added."""
 
-    Trained parameters of a network that has frozen ones stay whole. `degree` consecutive ranks
-    share one copy. Networks may be in main memory: block after block moves to the device of this
-    process.
-    """
-    assert processes.rendezvous is not None, "processes that share weights meet"
-    kind = processes.device.type
-    replicas = processes.world // degree
-    names = "replicate", "shard"
-    mesh = init_device_mesh(kind, (replicas, degree), mesh_dim_names=names)
-    units: list[FSDPModule] = []
-    for network, blocks in networks:
+    def __init__(self, processes: Processes, degree: int):
+        assert processes.rendezvous is not None, "processes that share weights meet"
+        self.processes, self.rendezvous = processes, processes.rendezvous
+        replicas = processes.world // degree
+        names = "replicate", "shard"
+        self.mesh = init_device_mesh(
+            processes.device.type, (replicas, degree), mesh_dim_names=names
+        )
+        self.units: list[FSDPModule] = []
+        ranks = torch.arange(processes.world).view(replicas, degree).tolist()
+        self.rendezvous.share(ranks)
+
+    def add(self, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        """Shard the parameters of a network; all ranks must call this while none computes."""
         adapter = _adapter(network)
         for p in adapter:
-            p.data = p.data.to(processes.device)  # what is ignored is not moved
+            p.data = p.data.to(self.processes.device)  # what is ignored is not moved
         sharded = [
             fully_shard(
                 unit,
-                mesh=mesh["shard"],
+                mesh=self.mesh["shard"],
                 mp_policy=PRECISION,
                 ignored_params=adapter,
                 reshard_after_forward=True,  # of the whole network, too: others may need it
             )
             for unit in (*blocks, network)
         ]
-        units += sharded[-1:] + sharded[:-1]
-    ranks = torch.arange(processes.world).view(replicas, degree).tolist()
-    processes.rendezvous.share(ranks, _lenders(units))
-    for number, unit in enumerate(units):
-        gather: Any = _AnnouncedGather(processes.rendezvous, number)
-        unit.set_custom_all_gather(gather)
-        unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
-        unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
-        unit.set_force_sum_reduction_for_comms(True)
+        first = len(self.units)
+        self.units += sharded[-1:] + sharded[:-1]
+        for number, unit in enumerate(self.units[first:], first):
+            gather: Any = _AnnouncedGather(self.rendezvous, number)
+            unit.set_custom_all_gather(gather)
+            unit.set_modules_to_backward_prefetch([unit])  # gathered already, so: none
+            unit.set_gradient_divide_factor(1.0)  # ranks have shares of a loss, so gradients add
+            unit.set_force_sum_reduction_for_comms(True)
+        self.rendezvous.lend = _lenders(self.units)
+
+    def twin(
+        self,
+        network: nn.Module,
+        hollow: nn.Module,
+        blocks_of: Callable[[nn.Module], Sequence[nn.Module]],
+    ) -> nn.Module:
+        """Return a frozen copy of a sharded network as it is now, which is sharded like it.
+
+        `hollow` is its copy without values. All ranks must call this.
+        """
+        self.processes.barrier()
+        made = _copied(hollow, torch.device("cpu"))
+        self.add(made, blocks_of(made))
+        with torch.no_grad():
+            for own, p in zip(made.parameters(), network.parameters(), strict=True):
+                own.copy_(p)
+        return made
+
+
+def shard(
+    networks: Sequence[tuple[nn.Module, Sequence[nn.Module]]],
+    processes: Processes,
+    degree: int,
+) -> Shards:
+    """Shard the parameters of networks, each given with its blocks, over groups of ranks.
+
+    Trained parameters of a network that has frozen ones stay whole. `degree` consecutive ranks
+    share one copy. Networks may be in main memory: block after block moves to the device of this
+    process.
+    """
+    shards = Shards(processes, degree)
     whole = [network for network, _ in networks if not _adapter(network) and _trained(network)]
+    for network, blocks in networks:
+        shards.add(network, blocks)
     if whole:
-        processes.rendezvous.evaluations = Evaluations(whole[0])
-        processes.rendezvous.replicas = mesh.get_group("replicate")
+        shards.rendezvous.evaluations = Evaluations(whole[0])
+        shards.rendezvous.replicas = shards.mesh.get_group("replicate")
+    return shards
+
+
+def hollow(network: nn.Module) -> nn.Module:
+    """Return a copy of a network without the values of its parameters."""
+    return _copied(network, torch.device("meta"))
+
+
+def _copied(network: nn.Module, device: torch.device) -> nn.Module:
+    """Return a frozen copy whose parameters have no values, but memory on this device."""
+    empty = {
+        id(p): nn.Parameter(torch.empty_like(p, device=device), requires_grad=False)
+        for p in network.parameters()
+    }
+    return copy.deepcopy(network, empty)
 
 
 def _trained(network: nn.Module) -> set[nn.Parameter]:

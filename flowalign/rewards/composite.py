@@ -12,6 +12,7 @@ from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, c
 from flowalign.types import MediaBatch, Policy, Request, RewardModel, RewardOutput, prompts_of
 from flowalign.utils.console import say
 from flowalign.utils.costs import Costs
+from flowalign.utils.stages import stage
 
 
 @dataclass
@@ -214,6 +215,7 @@ class Scoring:
         if compares:
             self.batches.append(batch)
 
+    @stage("reward")
     def result(self) -> RewardOutput:
         """Return all dimensions of all chunks, in order; raises RewardError."""
         if self.batches:

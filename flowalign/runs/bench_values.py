@@ -9,8 +9,8 @@ import torch
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.completion import Completion
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.bench import opened
 from flowalign.runs.config import Run
+from flowalign.runs.opening import opened
 from flowalign.sampling.completion import complete
 from flowalign.sampling.rollout import sample
 from flowalign.training.learner import Learner

@@ -119,13 +119,15 @@ class Run:
         held_out = self.evaluation.prompts.values() if self.evaluation else ()
         return [*self.recipe.prompt_files, *held_out]
 
-    def load_policy(self, processes: Processes) -> None:
+    def load_policy(self, processes: Processes, costs: Costs | None = None) -> None:
         """Read the weights of the policy, make its network as fast as asked, and shard it.
+
+        Evaluations of the network, and of copies that are made of it, are counted in `costs`.
 
         Raises:
             ValueError: The weights cannot be used, or not by this number of processes.
         """
-        load_policy(self.policy, self.speed, self.sharding, processes)
+        load_policy(self.policy, self.speed, self.sharding, processes, costs or Costs())
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance

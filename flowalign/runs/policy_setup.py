@@ -1,9 +1,10 @@
 """Load a policy as a run file asks: faster by name, and sharded over processes."""
 
-import copy
+from functools import partial
 
 from flowalign.distributed.processes import Processes
 from flowalign.types import Accelerated, Policy, Shardable, Sharding, Speed
+from flowalign.utils.costs import Costs
 
 
 def check_setup(policy: Policy, speed: Speed, sharding: Sharding) -> None:
@@ -49,29 +50,34 @@ def check_world(sharding: Sharding, world: int) -> None:
         )
 
 
-def load_policy(policy: Policy, speed: Speed, sharding: Sharding, processes: Processes) -> None:
+def load_policy(
+    policy: Policy, speed: Speed, sharding: Sharding, processes: Processes, costs: Costs
+) -> None:
     """Read the weights, make the network fast, and shard it: before any optimizer is built.
+
+    Evaluations of the network, and of copies that are made of it, are counted in `costs`.
 
     Raises:
         ValueError: The weights cannot be used, or not by this number of processes.
     """
     if sharding.weights == "replicated" or processes.world == 1:
-        _load(policy, speed, processes)
+        _load(policy, speed, processes, costs)
         return
-    from flowalign.distributed.sharding import shard
+    from flowalign.distributed.sharding import hollow, shard
 
     check_world(sharding, processes.world)
     assert isinstance(policy, Shardable), "the run file was checked"
     policy.loads_to_cpu = True
-    _load(policy, speed, processes)
-    networks = list(policy.networks())
-    if all(p.requires_grad for p in policy.denoiser.parameters()):
-        policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)
-        networks.append((policy.original, policy.blocks(policy.original)))
-    shard(networks, processes, sharding.shard_degree or processes.world)
+    _load(policy, speed, processes, costs)
+    everything = all(p.requires_grad for p in policy.denoiser.parameters())
+    empty = hollow(policy.denoiser) if everything else None
+    shards = shard(policy.networks(), processes, sharding.shard_degree or processes.world)
+    if empty is not None:
+        policy.twin = partial(shards.twin, policy.denoiser, empty, policy.blocks)
 
 
-def _load(policy: Policy, speed: Speed, processes: Processes) -> None:
+def _load(policy: Policy, speed: Speed, processes: Processes, costs: Costs) -> None:
     policy.load(processes.device)
+    costs.count(policy.denoiser)
     if isinstance(policy, Accelerated) and speed != Speed():
         policy.speed_up(speed)

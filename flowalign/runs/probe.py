@@ -12,8 +12,8 @@ from torch import Tensor
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.signal import Products
 from flowalign.rewards.composite import Rewards
-from flowalign.runs.bench import credited, opened
 from flowalign.runs.config import Run
+from flowalign.runs.opening import credited, opened
 from flowalign.runs.probe_settings import Setting, Weights, without_place
 from flowalign.runs.probe_sums import GradientSums, adam_scale
 from flowalign.training.learner import Learner, TrainingFailure

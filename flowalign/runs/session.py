@@ -114,9 +114,8 @@ def _opened(
     if processes.is_main:  # the others have no progress bar, and tell of long waits directly
         rewards.log = messages
     run.load_rewards(rewards)
-    run.load_policy(processes)
+    run.load_policy(processes, costs)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
-    costs.count(run.policy.denoiser)  # before the learner copies it for a reference
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)
     if processes.is_main and overwrite:

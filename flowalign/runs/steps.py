@@ -117,14 +117,12 @@ def _evaluate(session: Session, tracker: Tracker | None, done: int) -> dict[str,
     if cfg is None:
         return None
     costs, start = _costs_so_far(session), time.perf_counter()
-    ema = session.learner.ema
-    with session.costs.paused(), ema.applied() if ema else nullcontext():
-        session.processes.barrier()  # all have written the average before one gathers it
+    learner = session.learner
+    with session.costs.paused(), learner.averaged("ema") if learner.ema else nullcontext():
         result: Evaluated = evaluate(
             session.run.policy, session.rewards, cfg, session.processes, session.run.dressing
         )
         metrics = result.metrics | session.loop.evaluate()
-        session.processes.barrier()
     if tracker:
         save_grid(session.folder, done, result)
     if tracker and cfg.bounds:

@@ -19,6 +19,7 @@ from flowalign.types import (
     ValueFunction,
     VelocityField,
 )
+from flowalign.utils.stages import stage
 
 CompletionRequest = tuple[int, Completion]
 """Index of a state to complete, and how it is completed."""
@@ -72,6 +73,7 @@ class BatchedCompletion:
         self.at[request] = x + (self.trajectory.sigmas[there] - self.trajectory.sigmas[here]) * v
 
 
+@stage("sample")
 @torch.no_grad()
 def complete(
     field: VelocityField,

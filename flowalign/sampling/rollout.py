@@ -35,10 +35,12 @@ from flowalign.types import (
     VelocityField,
     conditioning,
 )
+from flowalign.utils.stages import stage
 
 Key = TypeVar("Key")
 
 
+@stage("sample")
 @torch.no_grad()
 def sample(
     policy: Policy,
@@ -153,6 +155,7 @@ def _taken(parts: Sequence[Mapping[Key, Tensor]]) -> dict[Key, Tensor]:
     return {key: torch.cat([part.pop(key) for part in held]) for key in [*held[0]]}
 
 
+@stage("sample")
 @torch.no_grad()
 def generate(
     policy: Policy,

@@ -84,7 +84,7 @@ def _write_weights(partial: Path, learner: Learner) -> None:
         learner.processes.barrier()  # the folder is there
     learner.policy.save_weights(str(partial))
     if learner.ema:
-        with learner.ema.applied():
+        with learner.averaged("ema"):
             learner.policy.save_weights(str(partial / "ema"))
     if learner.is_sharded:
         save_sharded(_tensors(learner), partial / "state" / FOLDER)

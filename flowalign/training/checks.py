@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from flowalign.training.learner import Learner, TrainingFailure
+from flowalign.utils.stages import stage
 
 OnFailure = Literal["raise", "warn"]
 """Reaction to a failed check: raise stops the run, warn logs the message."""
@@ -22,6 +23,7 @@ class WeightChecks:
         self.made = learner.num_updates - learner.num_skipped
         self.found: dict[str, float] = {}
 
+    @stage("check")
     def after_update(self) -> bool:
         """Check that weights moved and ranks agree.
 

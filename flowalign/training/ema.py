@@ -91,6 +91,13 @@ class EMA:
         for own, p in zip(self.average, self.parameters, strict=True):
             own.copy_(p)
 
+    @torch.no_grad()
+    def move(self, places: Sequence[Tensor]) -> None:
+        """Keep the average in these tensors from now on."""
+        for place, value in zip(places, self.average, strict=True):
+            place.copy_(value)
+        self.average = list(places)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Set the parameters to the average inside the context, and restore them afterwards."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -179,6 +179,18 @@ class Learner:
             "optim/learning_rate": rate,
             "optim/skipped": float(self.num_skipped),
         }
+
+    @contextmanager
+    def averaged(self, name: str) -> Iterator[None]:
+        """Set the parameters to an average inside the context, and restore them afterwards.
+
+        Processes that share trained parameters do so together, as each needs the others' parts.
+        """
+        wait = self.processes.barrier if self.is_sharded else nullcontext
+        wait()
+        with self.averages[name].applied():
+            yield
+            wait()
 
     def end_step(self) -> None:
         """Update the averages that follow the steps of the loop, after the updates of one."""

@@ -1,10 +1,10 @@
 """Provide the velocity fields that a policy is compared with: itself before training, or others."""
 
 import copy
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
@@ -27,14 +27,13 @@ class AdapterOff(VelocityField):
 
 
 class FrozenCopy(VelocityField):
-    """Copies the denoiser as it is now, for full fine-tuning, unless a copy was sharded with it."""
+    """Copies the denoiser as it is now, for full fine-tuning."""
 
     def __init__(self, policy: Policy):
         self.policy = copy.copy(policy)
-        original = policy.original if isinstance(policy, Shardable) else None
-        if original is None:
-            original = copy.deepcopy(policy.denoiser).requires_grad_(False)
-        self.policy.denoiser = original
+        twin = policy.twin if isinstance(policy, Shardable) else None
+        copied = twin() if twin else copy.deepcopy(policy.denoiser).requires_grad_(False)
+        self.policy.denoiser = copied
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
@@ -46,22 +45,24 @@ class WeightOverride(VelocityField):
     """Evaluates the policy with other values of its trained parameters, and restores them at once.
 
     Evaluate it before the policy: values written in place are no longer those of the policy's
-    autograd graph.
+    autograd graph. Where trained parameters are divided among processes, another process may gather
+    them meanwhile: there the average becomes the parameters of a network of its own.
     """
 
     def __init__(self, policy: Policy, weights: EMA):
-        if any(isinstance(p, DTensor) for p in weights.parameters):
-            raise ValueError(
-                "sharding.weights is blocks and policy.lora null: trained weights that are sharded "
-                "cannot be exchanged for averages while other processes gather them.\n"
-                "Set policy.lora, or use a loss or data without old weights and averages"
-            )
         self.policy, self.weights = policy, weights
+        twin = policy.twin if isinstance(policy, Shardable) else None
+        self.exchanges = twin is None
+        """Whether the policy's network evaluates; else the average's own does."""
+        if twin is not None:
+            self.policy = copy.copy(policy)
+            self.policy.denoiser = twin()
+            weights.move(list(self.policy.denoiser.parameters()))
 
     @torch.no_grad()
     def velocity(self, x: Tensor, sigma: Tensor, cond: Cond) -> Tensor:
         """Return dx / dsigma under the other values."""
-        with self.weights.applied():
+        with self.weights.applied() if self.exchanges else nullcontext():
             return self.policy.velocity(x, sigma, cond)
 
 

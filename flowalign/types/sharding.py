@@ -1,7 +1,7 @@
 """Define how weights are divided among processes, and the interface of policies whose are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -36,8 +36,9 @@ class Shardable(ABC):
     loads_to_cpu: bool = False
     """Whether `load` leaves the trained networks in main memory, from where they are sharded."""
 
-    original: nn.Module | None = None
-    """Copy of the denoiser before training, sharded like it, where all of it is trained."""
+    twin: Callable[[], nn.Module] | None = None
+    """Makes a frozen copy of the denoiser as it is now, sharded like it, where all of it is trained
+    and sharded; all processes must call it. None: weights are whole."""
 
     @abstractmethod
     def check_sharding(self) -> None:

@@ -1,34 +1,39 @@
 """What only a GPU can show. `pytest -m gpu tests/gpu`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from assets.bench import gpu_parts, gpu_sizes
+from flowalign import runs
+from flowalign.cli.main import main
+from flowalign.runs.bench_values import measure_values
 from flowalign.runs.config import load
-from tests.fixtures.run_files import METHODS, files_of
+from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+TINY = replace(gpu_sizes.SMALL, device="cuda", precisions=("bf16", "fp16"))
+"""The networks of the tests on the CPU."""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    gpu_sizes.build_networks(TINY, folder)
+    return folder
+
+
+def finished(run, text):
+    return runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_loop_trains_in_every_precision(tmp_path, precision):
-    from flowalign import runs
-
-    run, text = load(
-        "configs/shapes.yaml",
-        [
-            "device=cuda",
-            f"policy.precision={precision}",
-            "num_steps=2",
-            "evaluation.num_prompts=32",
-            f"output_dir={tmp_path / 'run'}",
-            "recipe.on_failed_check=warn",
-        ],
-    )
-    summary = runs.train(runs.start(run, text, lambda _: None))
-    assert summary["status"] == "finished"
+    assert finished(*two_steps("configs/shapes.yaml", "cuda", precision, tmp_path))
 
 
 def test_initial_noise_is_the_same_on_every_device():
@@ -39,46 +44,58 @@ def test_initial_noise_is_the_same_on_every_device():
     assert torch.equal(noise.cpu(), expected)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "flow_grpo_all_steps"])
-def test_every_credit_method_trains_on_a_gpu(tmp_path, method):
-    from flowalign import runs
+def test_two_updates_are_those_of_the_cpu(tmp_path):
+    ((_, found),) = gpu_parts.parity(TINY, tmp_path)
+    assert found["largest_difference"] < 0.02 * found["largest_change"]
 
-    run, text = load(
-        [str(path) for path in files_of("shapes", method)],
-        [
-            "device=cuda",
-            "num_steps=2",
-            "recipe.prompts_per_step=2",
-            "evaluation=null",
-            "recipe.on_failed_check=warn",
-            f"output_dir={tmp_path / 'run'}",
-        ],
-    )
-    assert runs.train(runs.start(run, text, lambda _: None))["status"] == "finished"
+
+def test_ratios_are_within_a_quarter_of_the_clip_in_half_precision(tiny):
+    for name, found in gpu_parts.ratio(TINY, tiny):
+        assert found["largest_drift"] <= found["allowed"], name
+
+
+def test_every_attention_backend_that_is_there_agrees_with_plain_arithmetic(tiny):
+    for name, found in gpu_parts.attention(TINY, tiny):
+        if not name.endswith("_hub"):  # these need a download
+            assert "failed" not in found, (name, found)
+            assert found["largest_difference"] < 0.03, name
+
+
+def test_compiled_blocks_compute_what_they_computed(tiny):
+    found = dict(gpu_parts.compiling(TINY, tiny))["compiled"]
+    assert "failed" not in found, found
+    assert found["largest_difference"] < 0.03
+
+
+@pytest.mark.parametrize("part", ["flow_grpo", "nft", "wan", "tempflow_grpo"])
+def test_stages_and_their_memory_are_measured(tiny, part):
+    ((_, found),) = gpu_parts.PARTS[part](TINY, tiny)
+    assert "failed" not in found, found
+    for name in ("sample", "decode", "update", "floor"):
+        assert found[f"gib/{name}"] > 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("changes", [[], ["--policy.lora", "null"]], ids=["adapter", "all"])
+def test_two_gpus_share_weights(tmp_path, changes):
+    with pytest.raises(SystemExit) as ended:
+        main([*shared("cuda", tmp_path), *changes])
+    assert ended.value.code == 0
+
+
+@pytest.mark.parametrize("name", CREDIT_METHODS)
+def test_every_credit_method_trains_on_a_gpu(tmp_path, name):
+    assert finished(*method(name, "cuda", tmp_path))
 
 
 def test_values_of_all_states_beat_finishing_them_one_state_after_another(tmp_path):
-    """An SD3.5-shaped random model at 512 pixels; peak memory grows with the budget."""
-    from assets.random_sd3 import build
-    from flowalign.runs.bench_values import measure_values
-
-    build(layers=24, heads=24, joint=4096).save_pretrained(tmp_path / "sd3")
+    """A random model of SD3.5 Medium's size at 512 pixels; peak memory grows with the budget."""
+    size = replace(gpu_sizes.FULL, group=6)
+    gpu_sizes.build_networks(size, tmp_path)
     peaks = []
     for budget in (4, 12):
-        run, _ = load(
-            [str(path) for path in files_of("sd35_medium", "dense_grpo")],
-            [
-                "device=cuda",
-                f"policy.path={tmp_path / 'sd3'}",
-                "rewards=[{class_path: tests.fixtures.pixel.Redness}]",
-                "reward_weights={redness: 1.0}",
-                "recipe.prompts_per_step=2",
-                "recipe.sampling.samples_per_prompt=6",
-                f"recipe.sampling.micro_batch={budget}",
-            ],
-        )
         torch.cuda.reset_peak_memory_stats()
-        result = measure_values(run, 1)
+        result = measure_values(dense_values(size, tmp_path, budget), 1)
         peaks.append(torch.cuda.max_memory_allocated())
         print(budget, result, peaks[-1])  # noqa: T201
         assert result["share_of_one_by_one"] < 1

@@ -10,7 +10,7 @@ from flowalign.credit.lambda_return import LambdaReturn
 from flowalign.data.requests import Requests
 from flowalign.functional.signal import moments
 from flowalign.runs import probe_sums as module
-from flowalign.runs.bench import opened
+from flowalign.runs.opening import opened
 from flowalign.runs.probe import Opened, gradients_of_steps, probe, probes
 from flowalign.runs.probe_sums import BlockSums, adam_scale, projection
 from flowalign.sampling.sde_windows import Random

@@ -24,8 +24,8 @@ from flowalign.functional.signal import (
 )
 from flowalign.losses.policy_gradient.grpo import GRPO
 from flowalign.losses.policy_gradient.surrogates import PPOClip
-from flowalign.runs.bench import opened
 from flowalign.runs.config import Run
+from flowalign.runs.opening import opened
 from flowalign.runs.probe import Opened, Probe, probe
 from tests.fixtures.pixel import PixelPolicy
 from tests.fixtures.small_run import new_run

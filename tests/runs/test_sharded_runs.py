@@ -89,6 +89,38 @@ RECIPES = {
         },
     },
 }
+
+
+def scored(**settings):
+    return SCORED | {"init_args": SCORED["init_args"] | settings}
+
+
+COPY = {"decay": 0.5, "per": "update"}
+AVERAGED = {
+    "AWM": matching(
+        scored(),
+        "AWM",
+        updates_per_step=2,
+        **{"old": {"decay": 0.0}, "anchor": {"decay": 0.6, "per": "update"}},
+    ),
+    "CRD": matching(
+        scored(weights="behaviour"),
+        "CRD",
+        **{"old": {"decay": 0.0}, "behaviour": {"decay": {"slope": 0.3, "highest": 0.9}}},
+    ),
+    "an average as reference": matching(
+        ONLINE_PAIRS,
+        "DPO",
+        reference={
+            "class_path": "flowalign.training.matching.EMAReference",
+            "init_args": COPY,
+        },
+    ),
+}
+"""Recipes that exchange the weights for averages within a step."""
+WIDE = {"wide": policy_gradient(prompts_per_step=5)}
+"""Enough prompts for four processes."""
+EVERY = RECIPES | AVERAGED | WIDE
 SMOOTH = {"class_path": "tests.fixtures.pixel.SmoothRedness"}
 
 
@@ -105,7 +137,7 @@ def settings(recipe, **changes):
 
 def _runs(processes, folder, names, changes, resume):
     for name in names:
-        own = settings(RECIPES[name], **changes)
+        own = settings(EVERY[name], **changes)
         own["recipe"]["init_args"]["on_failed_check"] = "warn"
         file = Path(folder) / f"{name}{processes.rank}.yaml"
         file.write_text(yaml.safe_dump(own | {"output_dir": f"{folder}/{name}"}))
@@ -189,12 +221,45 @@ def test_a_sharded_run_goes_on_as_two_processes_and_as_one(tmp_path, made):
 
 
 @slow
-@pytest.mark.parametrize("name", ["outcome", "branches", "DPO", "reward gradient"])
+@pytest.mark.parametrize(
+    "name", ["outcome", "branches", "DPO", "reward gradient", "NFT", *AVERAGED]
+)
 def test_all_weights_are_trained_in_parts_as_in_one_piece(name, made):
     one, sharded = made(name, 1, trained="all"), made(name, 2, "blocks", "all")
     final, first = saved(one), saved(one, 2)
     assert max(float((final[n] - first[n]).abs().max()) for n in final) > 1e-4, "nothing moves"
     assert_close(saved(sharded), final)
+    rows = [(f / "metrics.jsonl").read_text().splitlines() for f in (one, sharded)]
+    for ours, theirs in zip(*(map(json.loads, r) for r in rows), strict=True):
+        assert ours["optim/grad_norm"] == pytest.approx(theirs["optim/grad_norm"], rel=1e-3)
+
+
+@slow
+def test_four_processes_with_two_copies_of_all_weights_make_the_updates_of_one(tmp_path, made):
+    """Hybrid sharding: each half of the processes shares a copy, and gradients add over both."""
+    hybrid = {"weights": "blocks", "shard_degree": 2}
+    four = run(tmp_path / "four", ["wide"], 4, sharding=hybrid, **ALL) / "wide"
+    assert_close(saved(four), saved(made("wide", 1, trained="all")))
+
+
+@slow
+def test_a_run_with_an_old_policy_in_parts_goes_on_as_it_would_have(tmp_path, made):
+    folder = run(tmp_path / "first", ["NFT"], 2, sharding=BLOCKS, num_steps=2, **ALL)
+    resumed = folder / "NFT/checkpoints/step-000002"
+    run(folder, ["NFT"], 2, sharding=BLOCKS, resume=resumed, **ALL)
+    assert_close(saved(folder / "NFT"), saved(made("NFT", 2, "blocks", "all")), tolerance=0.0)
+
+
+@slow
+def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypatch):
+    path = str(made("outcome", 1, trained="all") / "checkpoints/step-000003")
+    own = {"class_path": "flowalign.training.matching.Teacher", "init_args": {"path": path}}
+    monkeypatch.setitem(EVERY, "taught", matching(ONLINE_PAIRS, "DPO", reference=own))
+    one, two = (
+        run(tmp_path / str(world), ["taught"], world, sharding=sharding, **ALL) / "taught"
+        for world, sharding in ((1, {}), (2, BLOCKS))
+    )
+    assert_close(saved(two), saved(one))
 
 
 @slow

@@ -1,7 +1,7 @@
 """A whole network that is trained while processes share it: unequal work, clipping, averages."""
 
-import copy
 import ctypes
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,8 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.processes import whole
-from flowalign.distributed.sharding import shard
-from flowalign.training.ema import EMA
+from flowalign.distributed.sharding import hollow, shard
 from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import WeightOverride
 from flowalign.types import Request
@@ -41,28 +40,32 @@ def losses(learner, groups):
 
 
 def outcome(learner, norms):
-    """Parameters, averages and moments in whole, and what the reference says."""
+    """Parameters, averages and moments in whole, and what reference and average say."""
     moments = [learner.optimizer.state[p]["exp_avg_sq"] for p in learner.parameters]
     reference = learner.reference.velocity(*batch(learner.policy, 1))
+    slow = learner.fields["slow"].velocity(*batch(learner.policy, 1))
     average = learner.averages["ema"].average
     gathered = [
         [whole(t.detach()).clone() for t in ts] for ts in (learner.parameters, average, moments)
     ]
-    return gathered, reference, norms
+    return gathered, reference, slow, norms
 
 
 def shared(policy, processes):
     if processes.world > 1:
-        policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)
-        copied = policy.original, policy.blocks(policy.original)
-        shard([*policy.networks(), copied], processes, processes.world)
+        empty = hollow(policy.denoiser)
+        shards = shard(policy.networks(), processes, processes.world)
+        policy.twin = partial(shards.twin, policy.denoiser, empty, policy.blocks)
 
 
 def trained(processes, checkpointing):
     policy = new_sd3(lora=None, gradient_checkpointing=checkpointing)
     shared(policy, processes)
     learner, norms = Learner(policy, CFG, processes, 100, (0.5, 1)), []
+    learner.fields["slow"] = WeightOverride(policy, learner.averages["ema"])
     for update in UPDATES:
+        if processes.rank == 0 and processes.world > 1:  # while the other one goes on
+            learner.fields["slow"].velocity(*batch(policy, 5))
         if processes.world == 1:
             losses(learner, update[0] + update[1])
         else:
@@ -72,17 +75,14 @@ def trained(processes, checkpointing):
         return outcome(learner, norms)
 
 
-def refused(learner):
-    with pytest.raises(ValueError, match=r"policy\.lora null"):
-        WeightOverride(learner.policy, EMA(learner.parameters, 0.5))
-
-
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_two_processes_that_share_all_weights_make_the_updates_of_one(tmp_path, checkpointing):
-    values, reference, norms = trained(ALONE, checkpointing)
+    values, reference, slow, norms = trained(ALONE, checkpointing)
     assert norms[0] > CFG.max_grad_norm, "nothing is clipped"
-    for found, seen, lengths in on_ranks(trained, 2, tmp_path, checkpointing):
+    assert float((slow - reference).abs().max()) > 1e-4, "the average has not moved"
+    for found, seen, averaged, lengths in on_ranks(trained, 2, tmp_path, checkpointing):
         assert torch.equal(seen, reference)
+        torch.testing.assert_close(averaged, slow, atol=1e-5, rtol=0)
         assert lengths == pytest.approx(norms, rel=1e-5)
         for ours, theirs in zip(found, values, strict=True):
             for own, other in zip(ours, theirs, strict=True):
@@ -94,7 +94,6 @@ def _held(processes):
     shard(policy.networks(), processes, 2)
     learner = Learner.__new__(Learner)
     learner.policy, learner.parameters = policy, list(policy.denoiser.parameters())
-    refused(learner)
     assert all(isinstance(p, DTensor) for p in learner.parameters)
     return sum(p.to_local().numel() for p in learner.parameters), learner.is_sharded
 

@@ -34,6 +34,7 @@ from flowalign.training.rollouts.comparison import (
 from flowalign.types import Dressing, Examples, Label, ModelPlan, Policy, Request, conditioning
 from flowalign.utils.ranges import DenoisingSteps, GroupSize, PositiveInt, require_ranges
 from flowalign.utils.seeds import generator
+from flowalign.utils.stages import stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +248,8 @@ class RolloutStream(BatchStream):
         groups = [i for i in places for _ in copies]
         for start in range(0, len(repeated), cfg.micro_batch):
             part = slice(start, start + cfg.micro_batch)
-            media = policy.decode(latents[part]).cpu()
+            with stage("decode"):
+                media = policy.decode(latents[part]).cpu()
             self.rewards.costs.decodes += len(media)
             scoring.add(self.rewards.batch(media, repeated[part], groups[part], policy.fps))
         output = scoring.result()

@@ -128,7 +128,7 @@ class ScoredStream(BatchStream):
         """Set the policy to the weights that sample, while the context is open."""
         if self.weights == "policy":
             return nullcontext()
-        return self.learner.averages[self.weights].applied()
+        return self.learner.averaged(self.weights)
 
     def _examples(
         self, values: CompletionValues, kept: Int[Tensor, "n"], num_requests: int

@@ -15,6 +15,7 @@ from flowalign.training.checks import OnFailure, WeightChecks
 from flowalign.training.learner import Learner
 from flowalign.training.recipe import Log
 from flowalign.types import Minibatch, PolicyLoss, VelocityField
+from flowalign.utils.stages import stage
 
 
 class PolicyGradientChecks:
@@ -25,6 +26,7 @@ class PolicyGradientChecks:
         self.weights = WeightChecks(learner, on_failure, log)
         self.replayed = False
 
+    @stage("check")
     def before_update(self, batches: Iterable[Minibatch]) -> None:
         """Check, before the first update, that the ratio of every stored transition is 1."""
         if self.replayed:
@@ -50,6 +52,7 @@ class PolicyGradientChecks:
                 "or widen the clip."
             )
 
+    @stage("check")
     def after_update(self, batches: Iterable[Minibatch]) -> None:
         """Check, after two updates, that weights moved, ranks agree and the KL has a gradient."""
         if self.weights.after_update() and self.algorithm.needs_reference:

@@ -116,7 +116,7 @@ def finished(
         missing = [request for request in requests if request[1] == how and request not in done]
         field = learner.reference if how.weights == "reference" else learner.policy
         field = unguided(field) if how.guidance == "off" else field
-        average = learner.ema.applied() if how.weights == "ema" and learner.ema else nullcontext()
+        average = learner.averaged("ema") if how.weights == "ema" and learner.ema else nullcontext()
         with average:
             done |= complete(field, trajectory, missing, micro_batch)
     return done

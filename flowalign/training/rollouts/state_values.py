@@ -21,6 +21,7 @@ from flowalign.types import (
     Trajectory,
     ValueFunction,
 )
+from flowalign.utils.stages import stage
 
 
 @dataclass
@@ -123,7 +124,8 @@ class CompletionValues(ValueFunction):
         everything = torch.cat([latents[request] for request in missing]).split(size)
         chunks = torch.cat(rows).split(size), shown.split(size), groups.split(size)
         for x, row, keep, group in zip(everything, *chunks, strict=True):
-            media = self.policy.decode(x).cpu()
+            with stage("decode"):
+                media = self.policy.decode(x).cpu()
             self.rewards.costs.decodes += len(x)
             asked = [trajectory.requests[int(i)] for i in row]
             scoring.add(self.rewards.batch(media, asked, group.tolist(), self.policy.fps))

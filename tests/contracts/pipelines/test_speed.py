@@ -25,7 +25,7 @@ def velocity(policy):
 @pytest.mark.parametrize(
     ("attention", "why"),
     [
-        ("sage", "it has no backward pass; allowed here: flex, native"),
+        ("sage", "it has no backward pass; allowed here: native"),
         pytest.param(
             "flash",
             "torch sees no CUDA device",

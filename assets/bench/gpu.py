@@ -1,0 +1,131 @@
+"""Measure on one GPU, in under ten minutes, what flowalign's claims about speed rest on.
+
+`python -m assets.bench.gpu [--parts parity,ratio] [--limit 180] [--total 600] [--out FILE]`
+
+Networks have random weights at the sizes of SD3.5 Medium and Wan 2.1 1.3B; nothing is downloaded.
+Each part is a process of its own: one that fails, or takes too long, is named with its message, and
+what it had measured before is kept. Results are one JSON file, written anew after each part, and a
+table. Without a GPU the same parts run on the CPU on tiny networks, which measures nothing, but
+shows that they run.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Run the chosen parts one after the other, and return what was written."""
+    import torch
+
+    from assets.bench.gpu_parts import PARTS
+    from assets.bench.gpu_sizes import SIZES, build_networks
+
+    args = _arguments(list(PARTS), list(SIZES), argv)
+    size = args.size or ("full" if torch.cuda.is_available() else "small")
+    found: dict[str, Any] = _header(size, SIZES[size], vars(args))
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="flowalign-gpu-") as folder:
+        build_networks(SIZES[size], Path(folder))
+        torch.cuda.empty_cache()  # for the processes of the parts
+        for part in args.parts:
+            left = args.total - (time.monotonic() - begin)
+            found["parts"][part] = run_part(part, size, folder, min(args.limit, left))
+            found["seconds"] = time.monotonic() - begin
+            save(found, args.out)
+    print_table(found)
+    return found
+
+
+def run_part(part: str, size: str, folder: str, limit: float) -> dict[str, Any]:
+    """Run one part in a process of its own, and return its state and the figures it has made."""
+    if limit < 1:
+        return {"state": "not started: the time of all parts was up", "figures": {}}
+    file = Path(folder) / f"{part}.jsonl"
+    command = [sys.executable, "-m", "assets.bench.gpu_parts", part, size, folder, str(file)]
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            timeout=limit,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        last = (done.stderr.strip().splitlines() or [""])[-1]
+        state = "done" if done.returncode == 0 else f"failed ({done.returncode}): {last[:500]}"
+    except subprocess.TimeoutExpired:
+        state = f"stopped after {limit:.0f} seconds"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    seconds = time.monotonic() - begin
+    return {"state": state, "seconds": seconds, "figures": dict(json.loads(line) for line in lines)}
+
+
+def save(found: dict[str, Any], out: Path) -> None:
+    """Write the file under another name, and rename it."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".part")
+    temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(out)
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """Print every figure, by part."""
+    from flowalign.utils.console import table
+
+    for part, result in found["parts"].items():
+        rows = {"state": result["state"]}
+        for label, figures in result["figures"].items():
+            for name, value in figures.items():
+                shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+                rows[f"{label}: {name}"] = shown
+        table(f"{part}, {found['machine']['gpu']}", rows)
+
+
+def _arguments(parts: list[str], sizes: list[str], argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--parts", default=",".join(parts), help=f"of {', '.join(parts)}, separated by commas")
+    add("--limit", type=float, default=180.0, help="seconds of a part at most, default 180")
+    add("--total", type=float, default=600.0, help="seconds of all parts at most, default 600")
+    add("--size", choices=sizes, help="default: full with a GPU, else small")
+    add("--out", type=Path, default=Path("runs/bench_gpu.json"))
+    args = parser.parse_args(argv)
+    args.parts = args.parts.split(",")
+    if unknown := sorted({*args.parts} - {*parts}):
+        parser.error(f"--parts names {unknown[0]}; there are {', '.join(parts)}")
+    return args
+
+
+def _header(name: str, size: Any, args: dict[str, Any]) -> dict[str, Any]:
+    from flowalign.utils.versions import machine, versions
+
+    git = ["git", "-C", str(ROOT)]
+    commit, changed = (
+        subprocess.run([*git, *words], capture_output=True, text=True).stdout.strip()
+        for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "-uno"))
+    )
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": (commit or "unknown") + (" with changes" if changed else ""),
+        "machine": machine(),
+        "libraries": versions(),
+        "settings": {k: str(v) for k, v in args.items()},
+        "size": {"name": name, **dataclasses.asdict(size)},
+        "parts": {},
+    }
+
+
+if __name__ == "__main__":
+    main()

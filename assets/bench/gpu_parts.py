@@ -1,0 +1,252 @@
+"""The parts of `assets/bench/gpu.py`: what one device shows, at published sizes or in small.
+
+Networks have random weights and the sizes of published ones, so nothing is downloaded. On the CPU
+the same functions run on tiny networks.
+
+Each part is a generator of named figures, which are saved one by one: `python -m
+assets.bench.gpu_parts PART SIZE FOLDER FILE` appends them to a file, a line of JSON each.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from assets.bench.gpu_sizes import SIZES, Size, clips, inputs, network, pictures
+from flowalign.runs import Run, load
+from flowalign.runs.bench import measure, started
+from flowalign.types import Speed
+from pipelines.base import DiffusersPolicy
+from pipelines.speed import check_attention, set_attention, usable_attention
+
+Figures = dict[str, float | str]
+"""Figures by name; "failed" is the message of what could not be measured."""
+REPEATS = 5
+"""Evaluations of which the median is taken."""
+
+
+def parity(size: Size, _: Path) -> Iterator[tuple[str, Figures]]:
+    """Compare two updates of the embedded model on the CPU with those on the device."""
+    start, here = trained_on("cpu")
+    _, there = trained_on(size.device)
+    yield (
+        f"two updates of the embedded model on cpu and {size.device}",
+        {
+            "largest_change": float((here - start).abs().max()),
+            "largest_difference": float((there - here).abs().max()),
+        },
+    )
+
+
+def trained_on(device: str) -> tuple[Tensor, Tensor]:
+    """Return the embedded model's adapter before and after two updates by a smooth reward."""
+    reward = "{class_path: reward_models.trained.TrainedReward, init_args: {path: "
+    run, _ = load(
+        "configs/shapes.yaml",
+        [
+            *(f"device={device}", f"rewards=[{reward}assets/shapes/preference}}}}]"),
+            *("reward_weights={colour: 1.0}", "evaluation=null", "num_steps=2"),
+            *("recipe.prompts_per_step=4", "recipe.sampling.samples_per_prompt=6"),
+            *("optimizer.decay=constant", "optimizer.eps=1e-3"),  # small gradients: no sign
+        ],
+    )
+    with started(run) as session:
+        before = _flat(session.learner.parameters)
+        for _ in session.loop.run(range(2)):
+            pass
+        return before, _flat(session.learner.parameters)
+
+
+def ratio(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure how far ratios are off 1 before the first update, in each precision."""
+    for precision in size.precisions:
+        few = [f"recipe.sampling.samples_per_prompt={min(size.group, size.micro_batch)}"]
+        found = attempt(lambda p=precision, few=few: _drift(pictures(size, folder, [], p, few)))
+        yield f"Flow-GRPO at SD3.5-M's size in {precision}", found
+
+
+def attention(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time an evaluation of Wan's network by each attention backend that is there."""
+    policy, given = network(clips(size, folder), size, size.clips)
+    set_attention("_native_math", policy.denoiser)
+    exact = _velocity(policy, *given)
+
+    def timed(name: str) -> Figures:
+        check_attention(name, policy.denoiser)
+        set_attention(name, policy.denoiser)
+        return _off(exact, policy, given) | evaluation_seconds(policy, *given)
+
+    for name in usable_attention():
+        yield name, attempt(partial(timed, name))
+
+
+def compiling(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Time an evaluation of SD3.5 Medium's network as it is, and compiled."""
+    policy, given = network(pictures(size, folder, [], None, []), size)
+    exact, before = _velocity(policy, *given), evaluation_seconds(policy, *given)
+    yield "eager", before
+    policy.speed_up(Speed(compile=True))
+
+    def compiled() -> Figures:
+        first = _seconds(size.device, lambda: _backward(policy, *given))
+        after = _off(exact, policy, given) | evaluation_seconds(policy, *given)
+        gains = {f"gain/{n}": float(before[n]) / float(after[n]) for n in before}
+        return {"seconds/first": first, **after, **gains}
+
+    yield "compiled", attempt(compiled)
+
+
+def activations(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a sample's share of an evaluation, by micro-batch and gradient checkpointing."""
+    for recompute in ("false", "true"):
+        changes = [f"policy.gradient_checkpointing={recompute}"]
+        run = pictures(size, folder, [], None, changes)
+        policy, _ = network(run, size)
+        for rows in (1, 2, 4, 8):
+            found = attempt(partial(_per_sample, policy, size, rows))
+            yield f"checkpointing {recompute}, micro-batch {rows}", found
+
+
+def _per_sample(policy: DiffusersPolicy, size: Size, rows: int) -> Figures:
+    given = inputs(policy, size, rows)
+    if size.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    found = evaluation_seconds(policy, *given)
+    each: Figures = {f"{name}/sample": float(value) / rows for name, value in found.items()}
+    if size.device == "cuda":
+        each["gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return each
+
+
+def flow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step of Flow-GRPO at SD3.5 Medium's size."""
+    few = [f"recipe.sampling.samples_per_prompt={size.group}"]
+    yield "a step", attempt(lambda: measured(pictures(size, folder, [], None, few)))
+
+
+def tempflow_grpo(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step of TempFlow-GRPO, with as many children at each step as a group has."""
+    seeds, children = size.comb
+    few = [
+        f"recipe.sampling.samples_per_prompt={seeds * children * (size.num_steps - 1)}",
+        f"recipe.sampling.seeds_per_prompt={seeds}",
+        f"recipe.sampling.branching.children={children}",
+    ]
+    method = ["configs/methods/tempflow_grpo.yaml"]
+    yield "a step", attempt(lambda: measured(pictures(size, folder, method, None, few)))
+
+
+def nft(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step of DiffusionNFT at SD3.5 Medium's size."""
+    last = size.num_steps - 1
+    few = [
+        f"recipe.data.sampling.samples_per_prompt={size.group}",
+        *(f"recipe.times.num_steps={size.num_steps}", f"recipe.times.stop={last}"),
+        f"recipe.times_per_sample={last}",
+    ]
+    method = ["configs/methods/nft.yaml"]
+    yield "a step", attempt(lambda: measured(pictures(size, folder, method, None, few)))
+
+
+def wan(size: Size, folder: Path) -> Iterator[tuple[str, Figures]]:
+    """Measure a step of Flow-GRPO at the size of Wan 2.1 1.3B."""
+    yield "a step", attempt(lambda: measured(clips(size, folder)))
+
+
+PARTS: dict[str, Callable[[Size, Path], Iterator[tuple[str, Figures]]]] = {
+    "parity": parity,
+    "ratio": ratio,
+    "attention": attention,
+    "compile": compiling,
+    "activations": activations,
+    "flow_grpo": flow_grpo,
+    "nft": nft,
+    "wan": wan,
+    "tempflow_grpo": tempflow_grpo,
+}
+"""What is measured, by name, in order."""
+
+
+def measured(run: Run) -> Figures:
+    """Return the figures of one step of a run after a first one."""
+    return dict(measure(run, 1))
+
+
+def evaluation_seconds(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> Figures:
+    """Return median seconds of an evaluation without gradient, and of one with its backward.
+
+    On the CPU they are seconds of processor time, which other processes do not change.
+    """
+    given = policy, x, sigma, cond
+    works = {"forward": lambda: _velocity(*given), "with_backward": lambda: _backward(*given)}
+    found: Figures = {}
+    for name, work in works.items():
+        work()
+        times = [_seconds(x.device.type, work) for _ in range(REPEATS)]
+        found[f"seconds/{name}"] = median(times)
+    return found
+
+
+def attempt(work: Callable[[], Figures]) -> Figures:
+    """Return the figures of some work, or the message with which it failed."""
+    try:
+        return work()
+    except (RuntimeError, ValueError, ImportError, OSError) as error:  # also of memory and kernels
+        return {"failed": f"{type(error).__name__}: {str(error).strip()[:500]}"}
+
+
+def _drift(run: Run) -> Figures:
+    """Return the largest |ratio - 1| of a step's transitions, and what the check allows."""
+    with started(run) as session:
+        metrics = next(iter(session.loop.run(range(1))))
+    worst = max(v for name, v in metrics.items() if name.startswith("check/ratio_drift"))
+    recipe: Any = run.recipe
+    return {"largest_drift": worst, "allowed": recipe.algorithm.clip / 4}
+
+
+def _flat(parameters: list[torch.nn.Parameter]) -> Tensor:
+    return torch.cat([p.detach().cpu().flatten() for p in parameters])
+
+
+def _off(exact: Tensor, policy: DiffusersPolicy, given: tuple[Tensor, Tensor, Any]) -> Figures:
+    found = _velocity(policy, *given)
+    return {"largest_difference": float((found - exact).abs().max() / exact.abs().max())}
+
+
+@torch.no_grad()
+def _velocity(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> Tensor:
+    return policy.velocity(x, sigma, cond)
+
+
+def _backward(policy: DiffusersPolicy, x: Tensor, sigma: Tensor, cond: Any) -> None:
+    policy.velocity(x, sigma, cond).square().mean().backward()
+    policy.denoiser.zero_grad(set_to_none=True)
+
+
+def _seconds(device: str, work: Callable[[], object]) -> float:
+    if device == "cpu":
+        begin = time.process_time()
+        work()
+        return time.process_time() - begin
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    part, chosen, made, file = sys.argv[1:]
+    if SIZES[chosen].device == "cpu":
+        torch.set_num_threads(1)
+    with Path(file).open("a", encoding="utf-8") as rows:
+        for label, figures in PARTS[part](SIZES[chosen], Path(made)):
+            rows.write(json.dumps([label, figures]) + "\n")
+            rows.flush()

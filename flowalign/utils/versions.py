@@ -1,0 +1,54 @@
+"""Say what a machine computes with: versions of libraries, processors and accelerators."""
+
+import importlib.metadata
+import os
+import sys
+
+LIBRARIES = (
+    "flowalign",
+    "torch",
+    "torchvision",
+    "diffusers",
+    "transformers",
+    "accelerate",
+    "peft",
+    "open-clip-torch",
+    "safetensors",
+    "xformers",
+    "av",
+    "pyarrow",
+    "scipy",
+    "fastapi",
+    "uvicorn",
+    "httpx",
+    "rapidocr-onnxruntime",
+    "nudenet",
+    "opencv-python-headless",
+    "tensorboard",
+    "wandb",
+    "trackio",
+)
+"""Libraries that flowalign uses, by the names of their distributions."""
+
+
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each library, "not installed" where there is none."""
+    found = {"python": sys.version.split()[0]}
+    for name in LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Return the processors and the accelerators that torch sees."""
+    import torch
+
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{g.name}, {g.total_memory / 2**30:.0f} GiB" for g in gpus)
+    return {
+        "cpu": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        "gpu": names or "none",
+    }

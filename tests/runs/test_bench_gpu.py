@@ -1,0 +1,85 @@
+"""The measurements for a GPU run on the CPU in small, so that they cannot rot."""
+
+import json
+import math
+
+import pytest
+
+from assets.bench import gpu, gpu_parts, gpu_sizes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("networks")
+    gpu_sizes.build_networks(gpu_sizes.SMALL, made)
+    return made
+
+
+@pytest.mark.parametrize("part", gpu_parts.PARTS)
+def test_every_part_gives_figures_on_tiny_networks(part, folder):
+    found = dict(gpu_parts.PARTS[part](gpu_sizes.SMALL, folder))
+    assert found
+    for figures in found.values():
+        assert "failed" not in figures, figures
+        assert all(math.isfinite(value) for value in figures.values())
+    if part == "attention":
+        assert {"native", "_native_math"} <= found.keys()
+        assert found["_native_math"]["largest_difference"] == 0
+        assert 0 < found["native"]["largest_difference"] < 0.03, "the backend makes no difference"
+    if part in ("flow_grpo", "tempflow_grpo", "nft", "wan"):
+        (step,) = found.values()
+        stages = [step[f"seconds/{name}"] for name in ("sample", "decode", "reward", "update")]
+        assert min(stages) > 0
+        assert step["seconds/step"] == pytest.approx(sum(stages))
+        assert step["network_evaluations"] == EVALUATIONS[part]
+
+
+SIZE = gpu_sizes.SMALL
+LAST = SIZE.num_steps - 1
+SEEDS, CHILDREN = SIZE.comb
+TAILS = SEEDS * CHILDREN * sum(LAST - k for k in range(LAST))
+EVALUATIONS = {
+    # rollout, and at each step but the last one with and one without gradient, of the reference
+    "flow_grpo": SIZE.group * (SIZE.num_steps + 2 * LAST),
+    # spines to the last branching, their children's ways to the end, and both at each branching
+    "tempflow_grpo": SEEDS * LAST + TAILS + 2 * SEEDS * LAST,
+    # a multistep sampler, then policy, old policy and reference at each noise level
+    "nft": SIZE.group * (SIZE.num_steps + 3 * LAST),
+    "wan": SIZE.clips * (SIZE.num_steps + 2 * LAST),
+}
+
+
+def test_a_part_that_fails_or_takes_too_long_is_named_and_loses_nothing(tmp_path):
+    late = gpu.run_part("parity", "small", str(tmp_path), 1.0)
+    assert late["state"] == "stopped after 1 seconds"
+    (tmp_path / "attention.jsonl").write_text('["native", {"seconds": 1.5}]\n')
+    failed = gpu.run_part("attention", "small", str(tmp_path / "absent"), 300.0)
+    assert failed["state"].startswith("failed (1): FileNotFoundError")
+    kept = gpu.run_part("attention", "small", str(tmp_path), 1.0)
+    assert kept["figures"] == {"native": {"seconds": 1.5}}
+    assert gpu.run_part("wan", "small", str(tmp_path), 0.0)["state"].startswith("not started")
+
+
+def test_machine_versions_commit_and_settings_are_written_with_the_parts(tmp_path, monkeypatch):
+    made = {"state": "done", "seconds": 2.0, "figures": {"eager": {"seconds/forward": 0.25}}}
+    monkeypatch.setattr(gpu, "run_part", lambda *_: made)
+    out = tmp_path / "new/out.json"
+    gpu.main(["--parts", "compile", "--limit", "7", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["parts"] == {"compile": made}
+    assert found["settings"]["limit"] == "7.0"
+    assert found["size"]["group"] == gpu_sizes.SMALL.group
+    assert {"torch", "diffusers"} <= found["libraries"].keys()
+    assert len(found["commit"].split()[0]) == 40
+    assert [path.name for path in out.parent.iterdir()] == ["out.json"]
+    with pytest.raises(SystemExit):
+        gpu.main(["--parts", "compiled"])
+
+
+def test_one_failure_within_a_part_is_its_message():
+    def fails():
+        raise RuntimeError("no kernel for this device")
+
+    assert gpu_parts.attempt(fails) == {"failed": "RuntimeError: no kernel for this device"}

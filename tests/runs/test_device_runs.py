@@ -1,0 +1,65 @@
+"""The runs of the tests on a GPU are valid, and their common code runs on the CPU."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from assets.bench import gpu_sizes
+from flowalign import runs
+from flowalign.cli.main import build_parser
+from flowalign.runs import plan
+from flowalign.runs.bench_values import measure_values
+from tests.fixtures.device_runs import CREDIT_METHODS, dense_values, method, shared, two_steps
+
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", CREDIT_METHODS)
+def test_every_credit_method_has_a_valid_run(name, tmp_path):
+    run, _ = method(name, "cpu", tmp_path)
+    assert run.num_steps == 2
+    assert run.recipe.examples_per_step > 2
+
+
+@slow
+@pytest.mark.parametrize("file", ["configs/shapes.yaml", "configs/models/shapes_video.yaml"])
+def test_two_steps_of_the_embedded_models_run_on_the_cpu_too(file, tmp_path):
+    run, text = two_steps(file, "cpu", "bf16", tmp_path)
+    small = runs.start(run, text, lambda _: None)
+    assert runs.train(small)["status"] == "finished"
+
+
+def test_two_processes_that_share_weights_are_asked_for_by_known_words(tmp_path):
+    args, rest = build_parser().parse_known_args(shared("cpu", tmp_path))
+    run, _ = runs.load(args.config, rest)
+    assert (args.processes, run.sharding.weights, run.num_steps) == (2, "blocks", 2)
+    assert plan(run, 2)
+
+
+@slow
+def test_values_of_all_states_are_measured_at_a_tiny_size(tmp_path):
+    gpu_sizes.build_networks(gpu_sizes.SMALL, tmp_path)
+    found = measure_values(dense_values(gpu_sizes.SMALL, tmp_path, 3), 1)
+    assert (
+        found["evaluations/with_values"]
+        == found["evaluations/by_state"] + found["evaluations/rollout"] - _first_steps()
+    )
+
+
+def _first_steps():
+    """The first Euler step of each completion is the rollout's own velocity."""
+    size = gpu_sizes.SMALL
+    return 2 * size.group * size.num_steps
+
+
+@slow
+def test_the_tests_on_a_gpu_can_be_collected():
+    words = ["-m", "gpu", "--collect-only", "-q", "tests/gpu"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("::test_") > 40
+    assert torch.cuda.is_available() or "error" not in done.stdout.lower()
