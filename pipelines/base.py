@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan
+from flowalign.types import Cond, ModelPlan, Saving
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
 from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.estimates import planned_network
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
-from pipelines.sharding import ShardablePolicy, gathered_parameters
+from pipelines.quantization import QuantizedPolicy, networks_of, quantizers
+from pipelines.sharding import ShardablePolicy
 from pipelines.speed import AcceleratedPolicy
 from pipelines.weights import (
     DTYPES,
@@ -30,7 +32,9 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, ShardablePolicy):
+class DiffusersPolicy(
+    ExportsWeights, DecodingPolicy, AcceleratedPolicy, ShardablePolicy, QuantizedPolicy
+):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -50,6 +54,8 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
     """Whether the conditioning contains the image size, as SDXL's does."""
     unused: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which a policy does not need."""
+    recomputing: str = "policy.gradient_checkpointing"
+    """Setting by which activations are recomputed."""
     offloaded: tuple[str, ...] = ()
     """Prefixes of component names that wait on the CPU while `encode` does not need them."""
     film: tuple[object, ...] = ()
@@ -94,27 +100,31 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
         with named_gaps(self.path):
             scheduler = scheduler_of(shifted(scheduler, self.shift, self.path))
             latent_shape = self.shape_of_latents(transformer, vae)
-            with torch.device("meta"):
-                denoiser = self.transformer_class.from_config(transformer)
-                total = sum(p.numel() for p in denoiser.parameters())
-                gathered = gathered_parameters(denoiser)
-                prepare_training(denoiser, self.lora)
+            _, counts = planned_network(self, transformer)
             tokens = self.num_tokens(latent_shape, transformer)
-        activated = activations(transformer, tokens, self.gradient_checkpointing)
+        width = DTYPES[self.precision].itemsize
+        kept, least = (
+            width * activations(transformer, tokens, recomputed)
+            for recomputed in (self.gradient_checkpointing, True)
+        )
+        if kept > least:
+            saving = Saving("activations", f"{self.recomputing}: true", kept - least)
+            counts["savings"].append(saving)
         return ModelPlan(
             latent_shape=latent_shape,
-            parameters=total,
-            trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
-            bytes_per_parameter=DTYPES[self.precision].itemsize,
-            activation_bytes=activated * DTYPES[self.precision].itemsize,
-            gathered_parameters=gathered,
+            activation_bytes=kept,
             sigmas=partial(self.sigmas, scheduler),
+            **counts,
         )
 
     def load(self, device: torch.device) -> None:
         _check(self)
         self.pipe = load_pipeline(
-            self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
+            self.pipeline_class,
+            self.path,
+            DTYPES[self.precision],
+            quantizers(self),
+            **self.unused,
         )
         scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
         self.pipe.scheduler = scheduler_of(scheduler)
@@ -129,6 +139,8 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
             prepare_training(self.pipe.components[part], self.lora)
             if self.gradient_checkpointing:
                 self.pipe.components[part].enable_gradient_checkpointing()
+        for name in networks_of(self):
+            self.cast_layerwise(self.pipe.components[name])
         self.denoiser = self.assembled(self.pipe.components)
         transformer = self.pipe.components[self.part].config
         self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
@@ -240,10 +252,13 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     without["vae"] = components["vae"]  # some constructors read its sizes
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
-    pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
+    bits = {name: one for name, one in quantizers(policy).items() if name == part}
+    dtype = DTYPES[policy.precision]
+    pipe = load_pipeline(policy.pipeline_class, policy.path, dtype, bits, **without)
     load_into_pipeline(pipe, part, folder)
     denoiser = pipe.components[part]
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    policy.cast_layerwise(denoiser)
     return denoiser

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
@@ -15,13 +16,21 @@ from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
 from flowalign.runs.mistakes import readable
-from flowalign.runs.policy_setup import check_setup, load_policy
+from flowalign.runs.policy_setup import Setup, check_device, check_setup, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.types import Dressing, Policy, RewardModel, Sharding, Speed
+from flowalign.types import (
+    Dressing,
+    Policy,
+    Quantizable,
+    Quantization,
+    RewardModel,
+    Sharding,
+    Speed,
+)
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
@@ -83,6 +92,8 @@ class Run:
     """Seed of every random draw but those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy; auto: a GPU if there is one."""
+    quantization: Quantization = field(default_factory=Quantization)
+    """Storage of frozen weights in fewer bits."""
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
@@ -103,15 +114,27 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
-        check_setup(self.policy, self.speed, self.sharding)
+        self._check_setup()
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
         self._check_prompts(rewards)
 
+    def _check_setup(self) -> None:
+        check_setup(self.policy, self.setup)
+        if self.device == "cpu":
+            check_device(self.setup, torch.device("cpu"))
+        if isinstance(self.policy, Quantizable):
+            self.policy.quantization = self.quantization
+
     def _check_prompts(self, rewards: Rewards) -> None:
         for path in self.prompt_files:
             check_requests(self.policy, rewards.models, located_requests(path))
+
+    @property
+    def setup(self) -> Setup:
+        """Return how the weights are stored, computed with and divided."""
+        return Setup(quantization=self.quantization, speed=self.speed, sharding=self.sharding)
 
     @property
     def prompt_files(self) -> list[str]:
@@ -120,12 +143,12 @@ class Run:
         return [*self.recipe.prompt_files, *held_out]
 
     def load_policy(self, processes: Processes) -> None:
-        """Read the weights of the policy, make its network as fast as asked, and shard it.
+        """Read the weights of the policy, stored, computed with and divided as asked.
 
         Raises:
             ValueError: The weights cannot be used, or not by this number of processes.
         """
-        load_policy(self.policy, self.speed, self.sharding, processes)
+        load_policy(self.policy, self.setup, processes)
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance

@@ -1,6 +1,7 @@
 """Estimate the memory of a run, part by part, with the settings that lower each part."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -54,13 +55,14 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     It includes the denoiser that is read once more, whole, to verify what was saved.
     """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
-    weights = model.parameters * (4 if whole else model.bytes_per_parameter)
+    weights = round(model.parameters * (4 if whole else model.bytes_per_parameter))
     trained = model.trainable * 4
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
-    encoders = _savings(model, "text encoders", 1)
+    encoders, recast = (_savings(model, name, 1) for name in ("text encoders", "recast weights"))
     return [
         *_weights(run, model, weights, world),
+        MemoryPart("recast weights", model.recast_bytes, "updating", recast),
         MemoryPart("optimizer", trained * (4 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
         MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
@@ -72,12 +74,14 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
     """Return the weights that a process always holds, and those that it gathers from others."""
-    gathered = model.gathered_parameters * (weights // model.parameters)
+    gathered = round(model.gathered_parameters * (weights / model.parameters))
     shared = -(-weights // (run.sharding.shard_degree or world))
     if _is_shared(run, world):
         return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
-    savings = {"sharding.weights: blocks": weights - shared - gathered} if world > 1 else {}
-    return [MemoryPart("weights", weights, savings=savings if _shardable(run) else {})]
+    savings = _savings(model, "weights", 1)
+    if world > 1 and _shardable(run):
+        savings["sharding.weights: blocks"] = weights - shared - gathered
+    return [MemoryPart("weights", weights, savings=savings)]
 
 
 def _is_shared(run: Run, world: int) -> bool:
@@ -86,7 +90,7 @@ def _is_shared(run: Run, world: int) -> bool:
 
 def _shardable(run: Run) -> bool:
     try:
-        check_setup(run.policy, run.speed, Sharding(weights="blocks"))
+        check_setup(run.policy, replace(run.setup, sharding=Sharding(weights="blocks")))
     except ValueError:
         return False
     return True

@@ -1,24 +1,78 @@
-"""Load a policy as a run file asks: faster by name, and sharded over processes."""
+"""Load a policy as a run file asks: in fewer bits, faster by name, and sharded over processes."""
 
 import copy
+from dataclasses import dataclass, field
+
+import torch
 
 from flowalign.distributed.processes import Processes
-from flowalign.types import Accelerated, Policy, Shardable, Sharding, Speed
+from flowalign.types import (
+    Accelerated,
+    Policy,
+    Quantizable,
+    Quantization,
+    Shardable,
+    Sharding,
+    Speed,
+)
 
 
-def check_setup(policy: Policy, speed: Speed, sharding: Sharding) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Holds how the weights of a policy are stored, computed with and divided."""
+
+    quantization: Quantization = field(default_factory=Quantization)
+    speed: Speed = field(default_factory=Speed)
+    sharding: Sharding = field(default_factory=Sharding)
+
+
+def check_setup(policy: Policy, setup: Setup) -> None:
     """Refuse what the policy cannot do; reads no weights.
 
     Raises:
-        ValueError: A backend is not there, or the weights cannot be sharded.
+        ValueError: A package or backend is not there, or two settings exclude each other.
     """
-    if speed != Speed():
-        if not isinstance(policy, Accelerated):
-            raise ValueError(
-                f"speed is {speed}, but {type(policy).__name__} is no "
-                "flowalign.types.Accelerated policy; leave it out"
-            )
-        policy.check_speed(speed)
+    _check_quantization(policy, setup)
+    _check_speed(policy, setup.speed)
+    _check_sharding(policy, setup)
+
+
+def _check_quantization(policy: Policy, setup: Setup) -> None:
+    quantization = setup.quantization
+    if quantization == Quantization():
+        return
+    if not isinstance(policy, Quantizable):
+        raise ValueError(
+            f"quantization is {quantization}, but {type(policy).__name__} is no "
+            "flowalign.types.Quantizable policy; leave it out"
+        )
+    policy.check_quantization(quantization)
+    kind = quantization.denoiser
+    if kind != "none" and setup.sharding.weights != "replicated":
+        raise ValueError(
+            f"quantization.denoiser {kind} and sharding.weights {setup.sharding.weights} exclude "
+            "each other, as quantized weights are not divided; set one to its default"
+        )
+    if kind != "none" and setup.speed.compile:
+        raise ValueError(
+            f"quantization.denoiser {kind} and speed.compile exclude each other, as layers that "
+            "dequantize break the graph; leave one out"
+        )
+
+
+def _check_speed(policy: Policy, speed: Speed) -> None:
+    if speed == Speed():
+        return
+    if not isinstance(policy, Accelerated):
+        raise ValueError(
+            f"speed is {speed}, but {type(policy).__name__} is no "
+            "flowalign.types.Accelerated policy; leave it out"
+        )
+    policy.check_speed(speed)
+
+
+def _check_sharding(policy: Policy, setup: Setup) -> None:
+    sharding = setup.sharding
     if sharding.weights == "replicated":
         return
     if not isinstance(policy, Shardable):
@@ -27,10 +81,24 @@ def check_setup(policy: Policy, speed: Speed, sharding: Sharding) -> None:
             "flowalign.types.Shardable policy; leave it out"
         )
     policy.check_sharding()
-    if speed.compile:
+    if setup.speed.compile:
         raise ValueError(
             f"speed.compile and sharding.weights {sharding.weights} exclude each other, as weights "
             "that come and go break a compiled graph; leave one out"
+        )
+
+
+def check_device(setup: Setup, device: torch.device) -> None:
+    """Refuse what the device cannot compute.
+
+    Raises:
+        ValueError: Weights are nf4 on the CPU.
+    """
+    kinds = setup.quantization.denoiser, setup.quantization.text_encoders
+    if "nf4" in kinds and device.type == "cpu":
+        raise ValueError(
+            "quantization nf4 needs a GPU: diffusers quantizes to it nowhere else; on the CPU "
+            "choose int8 or fp8"
         )
 
 
@@ -49,21 +117,23 @@ def check_world(sharding: Sharding, world: int) -> None:
         )
 
 
-def load_policy(policy: Policy, speed: Speed, sharding: Sharding, processes: Processes) -> None:
+def load_policy(policy: Policy, setup: Setup, processes: Processes) -> None:
     """Read the weights, make the network fast, and shard it: before any optimizer is built.
 
     Raises:
-        ValueError: The weights cannot be used, or not by this number of processes.
+        ValueError: The weights cannot be used, or not by this number of processes or this device.
     """
+    check_device(setup, processes.device)
+    sharding = setup.sharding
     if sharding.weights == "replicated" or processes.world == 1:
-        _load(policy, speed, processes)
+        _load(policy, setup.speed, processes)
         return
     from flowalign.distributed.sharding import shard
 
     check_world(sharding, processes.world)
     assert isinstance(policy, Shardable), "the run file was checked"
     policy.loads_to_cpu = True
-    _load(policy, speed, processes)
+    _load(policy, setup.speed, processes)
     networks = list(policy.networks())
     if all(p.requires_grad for p in policy.denoiser.parameters()):
         policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)

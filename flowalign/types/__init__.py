@@ -47,6 +47,7 @@ from flowalign.types.policy import (
     Takes,
     VelocityField,
 )
+from flowalign.types.quantization import Quantizable, Quantization
 from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Column,
@@ -89,6 +90,8 @@ __all__ = [
     "NonNegativeInt",
     "PositiveFloat",
     "PositiveInt",
+    "Quantizable",
+    "Quantization",
     "Range",
     "Seed",
     "UnitInterval",
