@@ -192,6 +192,7 @@ class Run:
             seed=self.seed,
             evaluates=self.evaluation is not None,
             evaluate_every=self.evaluation.every if self.evaluation else 0,
+            optimizer=self.optimizer,
             has_ema=self.ema is not None,
             dressing=self.dressing,
         )

@@ -7,6 +7,7 @@ import torch
 
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_setup
+from flowalign.training.optimizers import MOMENT_BYTES
 from flowalign.training.recipe import MemoryPart
 from flowalign.types import ModelPlan, Sharding
 
@@ -63,7 +64,7 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     return [
         *_weights(run, model, weights, world),
         MemoryPart("recast weights", model.recast_bytes, "updating", recast),
-        MemoryPart("optimizer", trained * (4 - whole + bool(run.ema))),
+        *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
         MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
         MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
@@ -82,6 +83,22 @@ def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[Memor
     if world > 1 and _shardable(run):
         savings["sharding.weights: blocks"] = weights - shared - gathered
     return [MemoryPart("weights", weights, savings=savings)]
+
+
+def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:
+    """Return what an update of `trained` bytes takes: `others`, and the moments of AdamW."""
+    kind = run.optimizer.kind
+    moments = {one: round(trained / 4 * each) for one, each in MOMENT_BYTES.items()}
+    shared = run.sharding.weights != "replicated"
+    savings = {
+        f"optimizer.kind: {one}": moments[kind] - size
+        for one, size in moments.items()
+        if size < moments[kind] and not shared
+    }
+    found = [MemoryPart("optimizer", others + moments[kind], savings=savings)]
+    if kind == "adamw_offloaded":
+        found.append(MemoryPart("moments", moments["adamw"], "main"))
+    return found
 
 
 def _is_shared(run: Run, world: int) -> bool:

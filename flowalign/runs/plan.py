@@ -3,6 +3,7 @@
 from flowalign.runs import memory
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_world
+from flowalign.training.optimizers import check_kind
 from flowalign.types import shown
 
 
@@ -10,6 +11,8 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
     check_world(run.sharding, world)
     model = run.policy.plan()
+    divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
+    check_kind(run.optimizer.kind, divided)
     if run.evaluation and len(run.evaluation.items()) < world:
         raise ValueError(
             f"evaluation.num_prompts is {run.evaluation.num_prompts}, too few for {world} processes"
