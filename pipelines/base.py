@@ -1,5 +1,6 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan, Saving
+from flowalign.types import Cond, ModelPlan, Saving, conditioning
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
-from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.encoders_apart import EncodersApart
+from pipelines.encoding import digest, only_frame, scaled_latents
 from pipelines.estimates import planned_network
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
@@ -33,7 +35,12 @@ from pipelines.weights import (
 
 
 class DiffusersPolicy(
-    ExportsWeights, DecodingPolicy, AcceleratedPolicy, ShardablePolicy, QuantizedPolicy
+    ExportsWeights,
+    DecodingPolicy,
+    AcceleratedPolicy,
+    ShardablePolicy,
+    QuantizedPolicy,
+    EncodersApart,
 ):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
@@ -125,6 +132,7 @@ class DiffusersPolicy(
             DTYPES[self.precision],
             quantizers(self),
             **self.unused,
+            **self.absent(),
         )
         scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
         self.pipe.scheduler = scheduler_of(scheduler)
@@ -178,6 +186,9 @@ class DiffusersPolicy(
         media = digest(vae, vae.config, self.height, self.width, *self.film)
         size = (self.height, self.width) if self.tells_size else ()
         pictures = (media,) if self.takes.references[1] else ()  # their latents are in it
+        if self.prompt_store:
+            content = f"{self.encoding_files()} {self.encoding_settings()}"
+            return media, hashlib.sha256(content.encode()).hexdigest()[:16]
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
@@ -197,8 +208,7 @@ class DiffusersPolicy(
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))
-        probes = [probe(text, self.takes, self.height, self.width) for text in ("a", "b")]
-        cond = self.encode(probes)
+        cond = conditioning(self, self.probes())
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
         trained = {part: self.pipe.components[part] for part in self.parts}

@@ -242,6 +242,7 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
         decodes_together=not policy.alone,
         text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
         offloaded_bytes=encoders if memory.offload_text else 0,
+        encoder_bytes=encoders,
         savings=tuple(savings),
     )
 

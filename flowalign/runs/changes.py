@@ -15,6 +15,7 @@ ACCEPTED = (
     "trackers",
     "device",
     "sharding",
+    "prompt_cache",
     "threads",
     "output_dir",
 )

@@ -10,7 +10,8 @@ import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from flowalign.data.requests import located_requests
+from flowalign.data.latents.prompt_store import StoredPrompts
+from flowalign.data.requests import located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
@@ -24,6 +25,7 @@ from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import (
     Dressing,
+    EncodesApart,
     Policy,
     Quantizable,
     Quantization,
@@ -98,6 +100,9 @@ class Run:
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
     """Division of the weights among processes."""
+    prompt_cache: str | None = None
+    """Folder where conditioning on prompts and references is kept, for all runs with these
+    encoders: what is found there needs none of them. Null: every run encodes."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -134,7 +139,12 @@ class Run:
     @property
     def setup(self) -> Setup:
         """Return how the weights are stored, computed with and divided."""
-        return Setup(quantization=self.quantization, speed=self.speed, sharding=self.sharding)
+        return Setup(
+            quantization=self.quantization,
+            speed=self.speed,
+            sharding=self.sharding,
+            prompt_cache=self.prompt_cache,
+        )
 
     @property
     def prompt_files(self) -> list[str]:
@@ -149,6 +159,19 @@ class Run:
             ValueError: The weights cannot be used, or not by this number of processes.
         """
         load_policy(self.policy, self.setup, processes)
+
+    def encode_prompts(self, processes: Processes) -> None:
+        """Encode every prompt that `prompt_cache` lacks, if there is one, and free the encoders.
+
+        Words beside prompts that are drawn at training are encoded when they are.
+        """
+        store = self.policy.prompt_store if isinstance(self.policy, EncodesApart) else None
+        if isinstance(store, StoredPrompts) and isinstance(self.policy, EncodesApart):
+            found = [one for path in self.prompt_files for one in read_requests(path)]
+            dressing = self.dressing
+            asked = [dressing.at_sampling(one) for one in found] if dressing else found
+            probes = self.policy.probes()
+            store.prepare(self.policy, [*probes, *(one.plain for one in asked)], processes)
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance

@@ -9,7 +9,7 @@ from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_setup
 from flowalign.training.optimizers import MOMENT_BYTES
 from flowalign.training.recipe import MemoryPart
-from flowalign.types import ModelPlan, Sharding
+from flowalign.types import EncodesApart, ModelPlan, Sharding
 
 _LARGE = 10**9
 """Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
@@ -60,15 +60,13 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     trained = model.trainable * 4
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
-    encoders, recast = (_savings(model, name, 1) for name in ("text encoders", "recast weights"))
+    recast = _savings(model, "recast weights", 1)
     return [
         *_weights(run, model, weights, world),
         MemoryPart("recast weights", model.recast_bytes, "updating", recast),
         *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
-        MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
-        MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
-        MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
+        *_encoders(run, model),
         MemoryPart("saved weights", weights // model.networks, "verifying"),
     ]
 
@@ -83,6 +81,23 @@ def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[Memor
     if world > 1 and _shardable(run):
         savings["sharding.weights: blocks"] = weights - shared - gathered
     return [MemoryPart("weights", weights, savings=savings)]
+
+
+def _encoders(run: Run, model: ModelPlan) -> list[MemoryPart]:
+    """Return the memory of text encoders, which a prompt cache frees once it is filled."""
+    there = model.encoder_bytes if model.encoder_bytes != model.offloaded_bytes else 0
+    if run.prompt_cache is not None:
+        return [
+            MemoryPart("text encoders and VAE", model.text_bytes - there),
+            MemoryPart("text encoders", model.encoder_bytes, "encoding"),
+        ]
+    savings = _savings(model, "text encoders", 1)
+    savings |= {"prompt_cache: FOLDER": there} if isinstance(run.policy, EncodesApart) else {}
+    return [
+        MemoryPart("text encoders and VAE", model.text_bytes, savings=savings),
+        MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
+        MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
+    ]
 
 
 def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:

@@ -2,12 +2,15 @@
 
 import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from flowalign.data.latents.prompt_store import StoredPrompts
 from flowalign.distributed.processes import Processes
 from flowalign.types import (
     Accelerated,
+    EncodesApart,
     Policy,
     Quantizable,
     Quantization,
@@ -24,6 +27,7 @@ class Setup:
     quantization: Quantization = field(default_factory=Quantization)
     speed: Speed = field(default_factory=Speed)
     sharding: Sharding = field(default_factory=Sharding)
+    prompt_cache: str | None = None
 
 
 def check_setup(policy: Policy, setup: Setup) -> None:
@@ -35,6 +39,13 @@ def check_setup(policy: Policy, setup: Setup) -> None:
     _check_quantization(policy, setup)
     _check_speed(policy, setup.speed)
     _check_sharding(policy, setup)
+    if setup.prompt_cache is not None:
+        if not isinstance(policy, EncodesApart):
+            raise ValueError(
+                f"prompt_cache is {setup.prompt_cache}, but {type(policy).__name__} is no "
+                "flowalign.types.EncodesApart policy; leave it out"
+            )
+        policy.check_prompt_store()
 
 
 def _check_quantization(policy: Policy, setup: Setup) -> None:
@@ -124,6 +135,8 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes) -> None:
         ValueError: The weights cannot be used, or not by this number of processes or this device.
     """
     check_device(setup, processes.device)
+    if setup.prompt_cache is not None and isinstance(policy, EncodesApart):
+        policy.prompt_store = StoredPrompts(policy, Path(setup.prompt_cache))
     sharding = setup.sharding
     if sharding.weights == "replicated" or processes.world == 1:
         _load(policy, setup.speed, processes)

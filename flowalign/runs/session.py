@@ -115,6 +115,7 @@ def _opened(
         rewards.log = messages
     run.load_rewards(rewards)
     run.load_policy(processes)
+    run.encode_prompts(processes)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     costs.count(run.policy.denoiser)  # before the learner copies it for a reference
     updates = run.num_steps * run.recipe.updates

@@ -23,6 +23,7 @@ from flowalign.types.dressing import (
     shown,
     with_words,
 )
+from flowalign.types.encoding import EncodesApart, PromptStore
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
@@ -123,6 +124,7 @@ __all__ = [
     "Need",
     "NoisyBackbone",
     "PastOutcomes",
+    "EncodesApart",
     "Exportable",
     "ExportDtype",
     "ExportTarget",
@@ -130,6 +132,7 @@ __all__ = [
     "Policy",
     "PolicyLoss",
     "PromptGuidance",
+    "PromptStore",
     "Reference",
     "Renders",
     "Replay",

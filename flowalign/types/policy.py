@@ -49,6 +49,8 @@ class ModelPlan:
     """Bytes of text encoders that stay on the device, and of the VAE where its size is known."""
     offloaded_bytes: int = 0
     """Bytes of text encoders that are kept in main memory."""
+    encoder_bytes: int = 0
+    """Bytes of the encoders of prompts, which are among the two above."""
     networks: int = 1
     """Number of equal networks among the parameters, such as experts; saved and verified one at a
     time."""
