@@ -20,6 +20,7 @@ from pipelines.estimates import planned_network
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
+from pipelines.offload import OffloadedPolicy, adapter_to
 from pipelines.quantization import QuantizedPolicy, networks_of, quantizers
 from pipelines.sharding import ShardablePolicy
 from pipelines.speed import AcceleratedPolicy
@@ -40,6 +41,7 @@ class DiffusersPolicy(
     AcceleratedPolicy,
     ShardablePolicy,
     QuantizedPolicy,
+    OffloadedPolicy,
     EncodersApart,
 ):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
@@ -138,16 +140,18 @@ class DiffusersPolicy(
         self.pipe.scheduler = scheduler_of(scheduler)
         recompute_decoding(self.pipe.vae.float())
         self.set_up(self.pipe.vae)
+        networks = networks_of(self)
         waiting = self.offloaded + self.parts if self.loads_to_cpu else self.offloaded
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(waiting):
-                part.to(device)
+                self.place(part, device) if name in networks else part.to(device)
         check_finite(self.path, self.pipe.components)
         for part in self.parts:
             prepare_training(self.pipe.components[part], self.lora)
+            adapter_to(self.pipe.components[part], self.pipe.components[part].device)
             if self.gradient_checkpointing:
                 self.pipe.components[part].enable_gradient_checkpointing()
-        for name in networks_of(self):
+        for name in networks:
             self.cast_layerwise(self.pipe.components[name])
         self.denoiser = self.assembled(self.pipe.components)
         transformer = self.pipe.components[self.part].config
@@ -242,7 +246,8 @@ def _replayed(
     policy: DiffusersPolicy, part: str, folder: str, x: Tensor, sigma: Tensor, cond: Cond
 ) -> Tensor:
     """Compute the velocity with one part freshly loaded from `folder`; it is freed afterwards."""
-    mine, fresh = policy.denoiser, {part: _saved(policy, part, folder).to(x.device)}
+    mine, fresh = policy.denoiser, {part: _saved(policy, part, folder)}
+    policy.place(fresh[part], x.device)
     policy.denoiser = policy.assembled({**policy.pipe.components, **fresh})
     try:
         return policy.velocity(x, sigma, cond)

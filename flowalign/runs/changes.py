@@ -15,6 +15,7 @@ ACCEPTED = (
     "trackers",
     "device",
     "sharding",
+    "offload",
     "prompt_cache",
     "threads",
     "output_dir",

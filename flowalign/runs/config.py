@@ -26,6 +26,8 @@ from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import (
     Dressing,
     EncodesApart,
+    Offload,
+    Offloadable,
     Policy,
     Quantizable,
     Quantization,
@@ -100,6 +102,9 @@ class Run:
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
     """Division of the weights among processes."""
+    offload: Offload = "none"
+    """Where frozen weights of the trained network wait. none: on the device. layers: in main
+    memory, from where those of each layer come to the GPU while it computes."""
     prompt_cache: str | None = None
     """Folder where conditioning on prompts and references is kept, for all runs with these
     encoders: what is found there needs none of them. Null: every run encodes."""
@@ -131,6 +136,8 @@ class Run:
             check_device(self.setup, torch.device("cpu"))
         if isinstance(self.policy, Quantizable):
             self.policy.quantization = self.quantization
+        if isinstance(self.policy, Offloadable):
+            self.policy.offload = self.offload
 
     def _check_prompts(self, rewards: Rewards) -> None:
         for path in self.prompt_files:
@@ -143,6 +150,7 @@ class Run:
             quantization=self.quantization,
             speed=self.speed,
             sharding=self.sharding,
+            offload=self.offload,
             prompt_cache=self.prompt_cache,
         )
 

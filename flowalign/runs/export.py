@@ -85,6 +85,7 @@ def prepare(trained: Trained, form: Form, base: str | None) -> Run:
     if form.out.exists():
         raise ValueError(f"{form.out} exists and is not overwritten; name another folder by --out")
     overrides = [f"--quantization.{part}=none" for part in ("denoiser", "text_encoders")]
+    overrides.append("--offload=none")
     overrides += [] if base is None else ["--policy.path", base]
     run, _ = load(str(trained.config), overrides)
     if not isinstance(run.policy, Exportable):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -61,24 +62,33 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
     recast = _savings(model, "recast weights", 1)
+    verified = weights // model.networks if run.offload == "none" else 0
     return [
         *_weights(run, model, weights, world),
         MemoryPart("recast weights", model.recast_bytes, "updating", recast),
         *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
         *_encoders(run, model),
-        MemoryPart("saved weights", weights // model.networks, "verifying"),
+        MemoryPart("saved weights", verified, "verifying"),
     ]
 
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
     """Return the weights that a process always holds, and those that it gathers from others."""
     gathered = round(model.gathered_parameters * (weights / model.parameters))
+    if run.offload != "none":
+        frozen = weights - round(model.trainable * model.bytes_per_parameter)
+        return [
+            MemoryPart("layers at work", gathered),
+            MemoryPart("offloaded weights", frozen, "main"),
+        ]
     shared = -(-weights // (run.sharding.shard_degree or world))
     if _is_shared(run, world):
         return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
     savings = _savings(model, "weights", 1)
-    if world > 1 and _shardable(run):
+    if _allowed(run, offload="layers"):
+        savings["offload: layers"] = weights - gathered
+    if world > 1 and _allowed(run, sharding=Sharding(weights="blocks")):
         savings["sharding.weights: blocks"] = weights - shared - gathered
     return [MemoryPart("weights", weights, savings=savings)]
 
@@ -120,9 +130,10 @@ def _is_shared(run: Run, world: int) -> bool:
     return world > 1 and run.sharding.weights == "blocks"
 
 
-def _shardable(run: Run) -> bool:
+def _allowed(run: Run, **settings: Any) -> bool:
+    """Return whether the policy could be loaded with other settings of its setup."""
     try:
-        check_setup(run.policy, replace(run.setup, sharding=Sharding(weights="blocks")))
+        check_setup(run.policy, replace(run.setup, **settings))
     except ValueError:
         return False
     return True

@@ -11,6 +11,8 @@ from flowalign.distributed.processes import Processes
 from flowalign.types import (
     Accelerated,
     EncodesApart,
+    Offload,
+    Offloadable,
     Policy,
     Quantizable,
     Quantization,
@@ -27,6 +29,7 @@ class Setup:
     quantization: Quantization = field(default_factory=Quantization)
     speed: Speed = field(default_factory=Speed)
     sharding: Sharding = field(default_factory=Sharding)
+    offload: Offload = "none"
     prompt_cache: str | None = None
 
 
@@ -39,6 +42,7 @@ def check_setup(policy: Policy, setup: Setup) -> None:
     _check_quantization(policy, setup)
     _check_speed(policy, setup.speed)
     _check_sharding(policy, setup)
+    _check_offload(policy, setup)
     if setup.prompt_cache is not None:
         if not isinstance(policy, EncodesApart):
             raise ValueError(
@@ -99,12 +103,38 @@ def _check_sharding(policy: Policy, setup: Setup) -> None:
         )
 
 
+def _check_offload(policy: Policy, setup: Setup) -> None:
+    if setup.offload == "none":
+        return
+    if not isinstance(policy, Offloadable):
+        raise ValueError(
+            f"offload is {setup.offload}, but {type(policy).__name__} is no "
+            "flowalign.types.Offloadable policy; leave it out"
+        )
+    policy.check_offload()
+    others = {
+        f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser,
+        "speed.compile": "true" if setup.speed.compile else "none",
+        "sharding.weights blocks": setup.sharding.weights.replace("replicated", "none"),
+    }
+    if excluded := [name for name, value in others.items() if value != "none"]:
+        raise ValueError(
+            f"offload {setup.offload} and {excluded[0]} exclude each other, as both change where "
+            "or how layers keep their weights; leave one out"
+        )
+
+
 def check_device(setup: Setup, device: torch.device) -> None:
     """Refuse what the device cannot compute.
 
     Raises:
-        ValueError: Weights are nf4 on the CPU.
+        ValueError: Weights are nf4, or offloaded to main memory, on the CPU.
     """
+    if setup.offload != "none" and device.type == "cpu":
+        raise ValueError(
+            f"offload is {setup.offload}, but the network is in main memory on the CPU anyway; "
+            "set it to none"
+        )
     kinds = setup.quantization.denoiser, setup.quantization.text_encoders
     if "nf4" in kinds and device.type == "cpu":
         raise ValueError(

@@ -36,6 +36,7 @@ from flowalign.types.matching import (
     Transitions,
 )
 from flowalign.types.media_batch import MediaBatch
+from flowalign.types.offload import Offload, Offloadable
 from flowalign.types.policy import (
     Exportable,
     ExportDtype,
@@ -128,6 +129,8 @@ __all__ = [
     "Exportable",
     "ExportDtype",
     "ExportTarget",
+    "Offload",
+    "Offloadable",
     "Personal",
     "Policy",
     "PolicyLoss",
