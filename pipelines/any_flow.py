@@ -38,6 +38,7 @@ from pipelines.replay import (
     stopped,
 )
 from pipelines.schedules import has_whole_times
+from pipelines.speed import computed_in
 from pipelines.stock_call import autocast, recorded, rehearsed, run
 from pipelines.weights import ATTENTION, Lora
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
@@ -199,7 +200,7 @@ class AnyFlow(DiffusersPolicy):
         time = time.long() if self.whole_times else time
         calls = self.layout.returned(cond, x.to(self.state_dtype))
         others = {"scheduler": at_times(scheduler, time), **replaying(calls)}
-        with stopped() as stop, autocast(self):
+        with stopped() as stop, autocast(self, computed_in(self)):
             run(self, len(x), others)
         return stop.found.float()
 

@@ -23,7 +23,7 @@ from pipelines.intact import check_finite, check_folder, named_gaps
 from pipelines.offload import OffloadedPolicy, adapter_to
 from pipelines.quantization import QuantizedPolicy, networks_of, quantizers
 from pipelines.sharding import ShardablePolicy
-from pipelines.speed import AcceleratedPolicy
+from pipelines.speed import AcceleratedPolicy, computed_in
 from pipelines.weights import (
     DTYPES,
     Lora,
@@ -169,14 +169,15 @@ class DiffusersPolicy(
         return norm(self.schedule(1)[0]) * x.to(self.denoiser.device)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
-        """Evaluate the network in the run's precision and return its output in float32."""
+        """Evaluate the network in the precision of now and return its output in float32."""
         return self.outputs(x, **inputs)[0].float()
 
     def outputs(self, x: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
-        """Evaluate the network in the run's precision and return all that it returns."""
-        dtype = DTYPES[self.precision]
+        """Evaluate the network in the precision of now and return all that it returns."""
+        precision = computed_in(self)
+        dtype = DTYPES[precision]
         inputs[self.state] = x.to(dtype)
-        with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
+        with torch.autocast(x.device.type, dtype, enabled=precision != "fp32"):
             return self.denoiser(return_dict=False, **inputs)
 
     @torch.no_grad()

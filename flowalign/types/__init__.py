@@ -68,7 +68,7 @@ from flowalign.types.reward_heads import (
     Refreshable,
 )
 from flowalign.types.sharding import Shardable, Sharding
-from flowalign.types.speed import Accelerated, Speed
+from flowalign.types.speed import Accelerated, Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
 from flowalign.utils.ranges import (
@@ -136,6 +136,7 @@ __all__ = [
     "PolicyLoss",
     "PromptGuidance",
     "PromptStore",
+    "Reduced",
     "Reference",
     "Renders",
     "Replay",

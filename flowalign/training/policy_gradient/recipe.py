@@ -42,6 +42,11 @@ class PolicyGradient(CreditedRollouts, Recipe):
     def check(self, run: RunContext) -> None:
         if self.calibration:
             self._check_calibration()
+        self.sampling.refuse_precision(
+            "recipe",
+            "a policy gradient compares log-probabilities of the rollout with those of the update, "
+            "which must compute alike: set it to null",
+        )
         if self.measured and self.measured.measured == "update":
             self._check_moments(run.optimizer)
         self.check_rewards(run.rewards)
