@@ -21,7 +21,7 @@ from flowalign.types import (
 )
 from pipelines.base import DTYPES, DiffusersPolicy, Precision
 from pipelines.encoding import clips_of, digest, mirrored, probe
-from pipelines.estimates import kept_per_token
+from pipelines.estimates import kept_per_token, planned_network
 from pipelines.folder import config_of
 from pipelines.intact import check_folder
 from pipelines.latent_map import LatentMap
@@ -38,9 +38,9 @@ from pipelines.replay import (
     stopped,
 )
 from pipelines.schedules import has_whole_times
-from pipelines.sharding import gathered_parameters
+from pipelines.speed import computed_in
 from pipelines.stock_call import autocast, recorded, rehearsed, run
-from pipelines.weights import ATTENTION, Lora, prepare_training
+from pipelines.weights import ATTENTION, Lora
 from pipelines.wrapping import check_arguments, check_replay, wrapped_classes
 
 LORA = Lora(target_modules=ATTENTION)
@@ -125,22 +125,15 @@ class AnyFlow(DiffusersPolicy):
         check_folder(self.pipeline_class, self.path, self.part, self.transformer_class.__name__, ())
         latent_shape, _ = rehearsed(self, 2)
         config = config_of(self.pipeline_class, self.path, self.part)
-        with torch.device("meta"):
-            denoiser = self.transformer_class.from_config(config)
-            total = sum(p.numel() for p in denoiser.parameters())
-            gathered = gathered_parameters(denoiser)
-            prepare_training(denoiser, self.lora)
+        denoiser, counts = planned_network(self, config)
         tokens = self.num_tokens(latent_shape, config)
         width = DTYPES[self.precision].itemsize
         return ModelPlan(
             latent_shape=latent_shape,
-            parameters=total,
-            trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
-            bytes_per_parameter=width,
             activation_bytes=width * tokens * kept_per_token(denoiser, self.gradient_checkpointing),
-            gathered_parameters=gathered,
             sigmas=partial(self.sigmas, None),
             decodes_together=not self.call.decode_one,
+            **counts,
         )
 
     def load(self, device: torch.device) -> None:
@@ -207,7 +200,7 @@ class AnyFlow(DiffusersPolicy):
         time = time.long() if self.whole_times else time
         calls = self.layout.returned(cond, x.to(self.state_dtype))
         others = {"scheduler": at_times(scheduler, time), **replaying(calls)}
-        with stopped() as stop, autocast(self):
+        with stopped() as stop, autocast(self, computed_in(self)):
             run(self, len(x), others)
         return stop.found.float()
 

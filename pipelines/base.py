@@ -1,5 +1,6 @@
 """Implements what all diffusers policies share: sizes, loading, precision and saving."""
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -9,16 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from flowalign.functional.diffusion import norm
-from flowalign.types import Cond, ModelPlan
+from flowalign.types import Cond, ModelPlan, Saving, conditioning
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
 from pipelines.decoding import DecodingPolicy, recompute_decoding
-from pipelines.encoding import digest, only_frame, probe, scaled_latents
+from pipelines.encoders_apart import EncodersApart
+from pipelines.encoding import digest, only_frame, scaled_latents
+from pipelines.estimates import planned_network
 from pipelines.export import ExportsWeights
 from pipelines.folder import activations, config_of, scheduler_of, shifted
 from pipelines.intact import check_finite, check_folder, named_gaps
-from pipelines.sharding import ShardablePolicy, gathered_parameters
-from pipelines.speed import AcceleratedPolicy
+from pipelines.offload import OffloadedPolicy, adapter_to
+from pipelines.quantization import QuantizedPolicy, networks_of, quantizers
+from pipelines.sharding import ShardablePolicy
+from pipelines.speed import AcceleratedPolicy, computed_in
 from pipelines.weights import (
     DTYPES,
     Lora,
@@ -30,7 +35,15 @@ from pipelines.weights import (
 )
 
 
-class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, ShardablePolicy):
+class DiffusersPolicy(
+    ExportsWeights,
+    DecodingPolicy,
+    AcceleratedPolicy,
+    ShardablePolicy,
+    QuantizedPolicy,
+    OffloadedPolicy,
+    EncodersApart,
+):
     """Wraps a diffusers pipeline with a denoiser (`part`), a `vae` and a `scheduler` as a policy.
 
     A model family is one subclass: its two classes, a constructor, and the abstract methods below
@@ -50,6 +63,8 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
     """Whether the conditioning contains the image size, as SDXL's does."""
     unused: Mapping[str, Any] = {}
     """Arguments to `from_pretrained` that skip components which a policy does not need."""
+    recomputing: str = "policy.gradient_checkpointing"
+    """Setting by which activations are recomputed."""
     offloaded: tuple[str, ...] = ()
     """Prefixes of component names that wait on the CPU while `encode` does not need them."""
     film: tuple[object, ...] = ()
@@ -94,41 +109,50 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
         with named_gaps(self.path):
             scheduler = scheduler_of(shifted(scheduler, self.shift, self.path))
             latent_shape = self.shape_of_latents(transformer, vae)
-            with torch.device("meta"):
-                denoiser = self.transformer_class.from_config(transformer)
-                total = sum(p.numel() for p in denoiser.parameters())
-                gathered = gathered_parameters(denoiser)
-                prepare_training(denoiser, self.lora)
+            _, counts = planned_network(self, transformer)
             tokens = self.num_tokens(latent_shape, transformer)
-        activated = activations(transformer, tokens, self.gradient_checkpointing)
+        width = DTYPES[self.precision].itemsize
+        kept, least = (
+            width * activations(transformer, tokens, recomputed)
+            for recomputed in (self.gradient_checkpointing, True)
+        )
+        if kept > least:
+            saving = Saving("activations", f"{self.recomputing}: true", kept - least)
+            counts["savings"].append(saving)
         return ModelPlan(
             latent_shape=latent_shape,
-            parameters=total,
-            trainable=sum(p.numel() for p in denoiser.parameters() if p.requires_grad),
-            bytes_per_parameter=DTYPES[self.precision].itemsize,
-            activation_bytes=activated * DTYPES[self.precision].itemsize,
-            gathered_parameters=gathered,
+            activation_bytes=kept,
             sigmas=partial(self.sigmas, scheduler),
+            **counts,
         )
 
     def load(self, device: torch.device) -> None:
         _check(self)
         self.pipe = load_pipeline(
-            self.pipeline_class, self.path, DTYPES[self.precision], **self.unused
+            self.pipeline_class,
+            self.path,
+            DTYPES[self.precision],
+            quantizers(self),
+            **self.unused,
+            **self.absent(),
         )
         scheduler = shifted(self.pipe.scheduler.config, self.shift, self.path)
         self.pipe.scheduler = scheduler_of(scheduler)
         recompute_decoding(self.pipe.vae.float())
         self.set_up(self.pipe.vae)
+        networks = networks_of(self)
         waiting = self.offloaded + self.parts if self.loads_to_cpu else self.offloaded
         for name, part in self.pipe.components.items():
             if isinstance(part, nn.Module) and not name.startswith(waiting):
-                part.to(device)
+                self.place(part, device) if name in networks else part.to(device)
         check_finite(self.path, self.pipe.components)
         for part in self.parts:
             prepare_training(self.pipe.components[part], self.lora)
+            adapter_to(self.pipe.components[part], self.pipe.components[part].device)
             if self.gradient_checkpointing:
                 self.pipe.components[part].enable_gradient_checkpointing()
+        for name in networks:
+            self.cast_layerwise(self.pipe.components[name])
         self.denoiser = self.assembled(self.pipe.components)
         transformer = self.pipe.components[self.part].config
         self.latent_shape = self.shape_of_latents(transformer, self.pipe.vae.config)
@@ -145,14 +169,15 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
         return norm(self.schedule(1)[0]) * x.to(self.denoiser.device)
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
-        """Evaluate the network in the run's precision and return its output in float32."""
+        """Evaluate the network in the precision of now and return its output in float32."""
         return self.outputs(x, **inputs)[0].float()
 
     def outputs(self, x: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
-        """Evaluate the network in the run's precision and return all that it returns."""
-        dtype = DTYPES[self.precision]
+        """Evaluate the network in the precision of now and return all that it returns."""
+        precision = computed_in(self)
+        dtype = DTYPES[precision]
         inputs[self.state] = x.to(dtype)
-        with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
+        with torch.autocast(x.device.type, dtype, enabled=precision != "fp32"):
             return self.denoiser(return_dict=False, **inputs)
 
     @torch.no_grad()
@@ -166,6 +191,9 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
         media = digest(vae, vae.config, self.height, self.width, *self.film)
         size = (self.height, self.width) if self.tells_size else ()
         pictures = (media,) if self.takes.references[1] else ()  # their latents are in it
+        if self.prompt_store:
+            content = f"{self.encoding_files()} {self.encoding_settings()}"
+            return media, hashlib.sha256(content.encode()).hexdigest()[:16]
         settings = self.precision, self.max_sequence_length, self.guidance > 1, *size, *pictures
         text = ""
         for name in sorted(n for n in parts if n.startswith("text_encoder") and parts[n]):
@@ -185,8 +213,7 @@ class DiffusersPolicy(ExportsWeights, DecodingPolicy, AcceleratedPolicy, Shardab
 
     def verify_weights(self, folder: str) -> float:
         x = self.noise(2, torch.Generator().manual_seed(0))
-        probes = [probe(text, self.takes, self.height, self.width) for text in ("a", "b")]
-        cond = self.encode(probes)
+        cond = conditioning(self, self.probes())
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
         trained = {part: self.pipe.components[part] for part in self.parts}
@@ -220,7 +247,8 @@ def _replayed(
     policy: DiffusersPolicy, part: str, folder: str, x: Tensor, sigma: Tensor, cond: Cond
 ) -> Tensor:
     """Compute the velocity with one part freshly loaded from `folder`; it is freed afterwards."""
-    mine, fresh = policy.denoiser, {part: _saved(policy, part, folder).to(x.device)}
+    mine, fresh = policy.denoiser, {part: _saved(policy, part, folder)}
+    policy.place(fresh[part], x.device)
     policy.denoiser = policy.assembled({**policy.pipe.components, **fresh})
     try:
         return policy.velocity(x, sigma, cond)
@@ -240,10 +268,13 @@ def _saved(policy: DiffusersPolicy, part: str, folder: str) -> Any:
     without["vae"] = components["vae"]  # some constructors read its sizes
     if part != policy.part:  # diffusers reads the kind of model from it
         without[policy.part] = components[policy.part]
-    pipe = load_pipeline(policy.pipeline_class, policy.path, DTYPES[policy.precision], **without)
+    bits = {name: one for name, one in quantizers(policy).items() if name == part}
+    dtype = DTYPES[policy.precision]
+    pipe = load_pipeline(policy.pipeline_class, policy.path, dtype, bits, **without)
     load_into_pipeline(pipe, part, folder)
     denoiser = pipe.components[part]
     for parameter in denoiser.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+    policy.cast_layerwise(denoiser)
     return denoiser

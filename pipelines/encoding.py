@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from flowalign.functional.resizing import covering
 from flowalign.types import Reference, Request, Takes
+from pipelines.tensors import dequantized
 
 SAMPLED = 65536
 """Maximum number of values per tensor that a digest reads."""
@@ -83,7 +84,7 @@ def digest(module: nn.Module, config: Mapping[str, Any], *settings: object) -> s
     found.update(json.dumps(kept, sort_keys=True, default=str).encode())
     for name, tensor in sorted(module.state_dict().items()):
         found.update(repr((name, tuple(tensor.shape), tensor.dtype)).encode())
-        values = tensor.flatten()[:: tensor.numel() // SAMPLED + 1].cpu()
+        values = dequantized(tensor).flatten()[:: tensor.numel() // SAMPLED + 1].cpu()
         found.update(values.contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()[:16]
 

@@ -3,7 +3,7 @@
 import inspect
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import diffusers
@@ -15,9 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
+from flowalign.types import Saving
 from pipelines.folder import config_of, file_in, setting_of
+from pipelines.intact import parts_of
+from pipelines.quantization import recast_bytes, stored_bytes
+from pipelines.sharding import gathered_parameters
+from pipelines.weights import DTYPES, prepare_training
 
-_ENCODERS = ("text_encoder", "text_encoder_2", "image_encoder")
+_ENCODERS = ("text_encoder", "image_encoder")
 
 
 def peak_bytes(work: Callable[[], object], with_gradient: bool = False) -> int:
@@ -43,18 +48,51 @@ def hollow(cls: type[DiffusionPipeline], path: str) -> Any:
     return cls(**needed | {"vae": vae})
 
 
-def encoder_parameters(cls: type[DiffusionPipeline], path: str) -> int:
-    """Count the parameters of the text and image encoders of prompts, from configurations alone."""
-    total = 0
-    for name in _ENCODERS:
-        library, kind = setting_of(cls, path, name) or ("", "")
-        if library != "transformers":
+def encoder_bytes(policy: Any) -> int:
+    """Return the bytes of the encoders of prompts as they are stored, from configurations alone."""
+    total, dtype = 0, DTYPES[policy.precision]
+    for name, (library, kind) in parts_of(policy.pipeline_class, policy.path).items():
+        if library != "transformers" or not name.startswith(_ENCODERS) or name in policy.unused:
             continue
-        config = AutoConfig.from_pretrained(file_in(path, "config.json", name).parent)
+        file = file_in(policy.path, "config.json", name)
+        config = AutoConfig.from_pretrained(file.parent)
         with torch.device("meta"):
             encoder = getattr(transformers, kind)(config)
-        total += sum(p.numel() for p in encoder.parameters())
+        text = name.startswith("text_encoder")
+        stored = policy.quantization.text_encoders if text else "none"
+        total += stored_bytes(encoder, stored, dtype)
     return total
+
+
+def planned_network(policy: Any, config: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the prepared network of a policy on the meta device, and fields of its `ModelPlan`."""
+    dtype, kind = DTYPES[policy.precision], policy.quantization.denoiser
+    recomputed = policy.gradient_checkpointing
+    with torch.device("meta"):
+        network = policy.transformer_class.from_config(config)
+        total = sum(p.numel() for p in network.parameters())
+        gathered = gathered_parameters(network)
+        sizes = {one: stored_bytes(network, one, dtype) for one in ("none", "int8", "nf4")}
+        recast = recast_bytes(network, kind, dtype, recomputed)
+        least = recast_bytes(network, kind, dtype, recomputed=True)
+        stored = sizes[kind] if kind in sizes else stored_bytes(network, kind, dtype)
+        prepare_training(network, policy.lora)
+    smaller = {one: stored - sizes[one] for one in ("int8", "nf4") if policy.lora}
+    savings = [
+        Saving("weights", f"quantization.denoiser: {one}", saved)
+        for one, saved in smaller.items()
+        if saved > stored / 10
+    ]
+    if recast > least:
+        savings.append(Saving("recast weights", f"{policy.recomputing}: true", recast - least))
+    return network, {
+        "parameters": total,
+        "trainable": sum(p.numel() for p in network.parameters() if p.requires_grad),
+        "bytes_per_parameter": stored / total,
+        "gathered_parameters": gathered,
+        "recast_bytes": recast,
+        "savings": savings,
+    }
 
 
 def kept_per_token(denoiser: nn.Module, recomputed: bool) -> int:

@@ -21,7 +21,6 @@ from pipelines.adapter_files import (
     save_for_diffusers,
     save_for_peft,
 )
-from pipelines.encoding import probe
 from pipelines.folder import config_of, read_json
 from pipelines.tensors import existing
 from pipelines.weights import DTYPES, Lora, load_pipeline, prepare_training
@@ -165,11 +164,10 @@ def _save_for_comfyui(part: str, network: Any, out: str, dtype: torch.dtype) -> 
 
 def _velocity(policy: "DiffusersPolicy") -> torch.Tensor:
     x = policy.noise(2, torch.Generator().manual_seed(0))
-    probes = [probe(text, policy.takes, policy.height, policy.width) for text in ("a", "b")]
     early = policy.schedule(4)[1]
     sigma = torch.stack([early, early / 20])  # low noise may use another network
     with torch.no_grad():
-        return policy.velocity(x, sigma, policy.encode(probes))
+        return policy.velocity(x, sigma, policy.encode(policy.probes()))
 
 
 def _difference(policy: "DiffusersPolicy", out: str, target: ExportTarget) -> float:

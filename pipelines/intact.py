@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from pipelines.folder import file_in, read_json
+from pipelines.tensors import dequantized
 
 _INDEX = "model_index.json"
 _LIBRARIES = ("diffusers", "transformers")
@@ -143,7 +144,7 @@ def check_finite(path: str, components: Mapping[str, Any]) -> None:
     """Check that no part has weights that are NaN or infinite."""
     for name, part in components.items():
         for tensor, p in part.named_parameters() if isinstance(part, nn.Module) else ():
-            if not p.is_meta and not p.isfinite().all():
+            if not p.is_meta and not dequantized(p).isfinite().all():
                 raise ValueError(f"{path}: {name} has weights that are not finite, in {tensor}")
 
 

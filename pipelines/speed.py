@@ -1,17 +1,27 @@
 """Chooses attention backends and compiles blocks of the networks of diffusers."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from diffusers.models import attention_dispatch
 from torch import nn
 
-from flowalign.types import Accelerated, Speed
+from flowalign.types import Accelerated, Reduced, Speed
 from pipelines.folder import config_of
 
 _WITHOUT_BACKWARD = "sage", "sage_hub"
 """Backends that compute no gradient. Source: attention_dispatch of diffusers 0.42.1."""
+
+_REDUCED: ContextVar[Reduced | None] = ContextVar("reduced", default=None)
+"""Precision of velocities, where it is lower than a policy's; copies of policies read it, too."""
+
+
+def computed_in(policy: Any) -> str:
+    """Return the precision in which a policy computes velocities at present."""
+    return _REDUCED.get() or policy.precision
 
 
 class AcceleratedPolicy(Accelerated):
@@ -21,6 +31,14 @@ class AcceleratedPolicy(Accelerated):
         config = config_of(self.pipeline_class, self.path, self.part)
         with torch.device("meta"):
             check_attention(speed.attention, self.transformer_class.from_config(config))
+
+    @contextmanager
+    def reduced(self, precision: Reduced) -> Iterator[None]:
+        token = _REDUCED.set(precision)
+        try:
+            yield
+        finally:
+            _REDUCED.reset(token)
 
     def speed_up(self: Any, speed: Speed) -> None:
         for part in self.parts:

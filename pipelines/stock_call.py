@@ -66,10 +66,11 @@ def rollout(
     return scheduler.steps, sum(rows)
 
 
-def autocast(policy: "AnyFlow") -> Any:
-    """Compute in the run's precision inside this context."""
-    dtype = DTYPES[policy.precision]
-    return torch.autocast(policy.pipe.vae.device.type, dtype, enabled=policy.precision != "fp32")
+def autocast(policy: "AnyFlow", precision: str | None = None) -> Any:
+    """Compute in a precision, by default the run's, inside this context."""
+    precision = precision or policy.precision
+    device = policy.pipe.vae.device.type
+    return torch.autocast(device, DTYPES[precision], enabled=precision != "fp32")
 
 
 def _arguments(

@@ -1,11 +1,13 @@
 """Reads tensors of safetensors files, and compares them with those of a network."""
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def existing(file: Path) -> Path:
@@ -33,3 +35,13 @@ def same_shapes(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], file: P
             f"{len(wrong)} of {len(wanted)} tensors differ,\n"
             f"for example {sorted(wrong)[0]}"
         )
+
+
+def dequantized(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor, which may be quantized."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    if state := vars(tensor).get("quant_state"):
+        functional: Any = importlib.import_module("bitsandbytes.functional")
+        return functional.dequantize_4bit(tensor.data, state)
+    return tensor.dequantize()

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from flowalign.types import Guidance, ModelPlan, PositiveFloat, PositiveInt, Saving
-from pipelines.base import DTYPES, DiffusersPolicy, Precision
+from pipelines.base import DiffusersPolicy, Precision
 from pipelines.encoding import clips_of
-from pipelines.estimates import encoder_parameters, hollow, peak_bytes
-from pipelines.folder import activations, config_of
+from pipelines.estimates import encoder_bytes, hollow, peak_bytes
 from pipelines.weights import Lora
 
 _ENCODERS = ("text_encoder", "image_encoder")
@@ -71,6 +70,7 @@ class VideoPolicy(DiffusersPolicy):
 
     joint_text: bool = False
     """Whether the network attends over text and video tokens together."""
+    recomputing = "policy.memory.gradient_checkpointing"
     one_by_one: bool = False
     """Whether the VAE takes one sample at a time, whatever `memory.slice` says."""
 
@@ -224,22 +224,16 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
 
     The VAE, in float32, is counted with the text encoders: it stays on the device.
     """
-    memory, width = policy.memory, DTYPES[policy.precision].itemsize
-    transformer = config_of(policy.pipeline_class, policy.path, policy.part)
-    tokens = policy.num_tokens(plan.latent_shape, transformer)
-    recomputed = width * activations(transformer, tokens, recomputed=True)
-    encoders = width * encoder_parameters(policy.pipeline_class, policy.path)
+    memory = policy.memory
+    encoders = encoder_bytes(policy)
     vae = hollow(policy.pipeline_class, policy.path).vae
     vae_bytes = 4 * sum(p.numel() for p in vae.parameters())
     clip_shape = policy.clip_shape(plan.latent_shape)
     decoding = decode_bytes(policy, memory, clip_shape)
-    savings = []
+    savings = [*plan.savings]
     for knob, other in _lighter(memory).items() if decoding > _LARGE else ():
         lower = decode_bytes(policy, other, clip_shape)
         savings.append(Saving("decoding", f"policy.memory.{knob}", decoding - lower))
-    if not memory.gradient_checkpointing:
-        setting, saved = "gradient_checkpointing: true", plan.activation_bytes - recomputed
-        savings.append(Saving("activations", f"policy.memory.{setting}", saved))
     if not memory.offload_text:
         savings.append(Saving("text encoders", "policy.memory.offload_text: true", encoders))
     return replace(
@@ -248,6 +242,7 @@ def with_media(plan: ModelPlan, policy: VideoPolicy) -> ModelPlan:
         decodes_together=not policy.alone,
         text_bytes=vae_bytes + (0 if memory.offload_text else encoders),
         offloaded_bytes=encoders if memory.offload_text else 0,
+        encoder_bytes=encoders,
         savings=tuple(savings),
     )
 

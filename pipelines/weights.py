@@ -1,11 +1,12 @@
 """Prepares a denoiser for training, and saves its weights in the form that diffusers loads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, PipelineQuantizationConfig
 from diffusers.models import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from peft import LoraConfig
@@ -50,22 +51,31 @@ Source: dreambooth scripts of diffusers for Qwen-Image, Z-Image and FLUX.2.
 
 
 def load_pipeline(
-    cls: type[DiffusionPipeline], path: str, dtype: torch.dtype, **components: Any
+    cls: type[DiffusionPipeline],
+    path: str,
+    dtype: torch.dtype,
+    quantizers: Mapping[str, Any] | None = None,
+    **components: Any,
 ) -> Any:
     """Load a pipeline with all parts in one dtype, whatever dtype they were stored in.
 
     Layers that a model keeps in float32 stay so: with diffusers for example Wan's time embedding
     and norms, with transformers T5's last projections where the others are in float16. Given
-    `components` are left unchanged. A part that cannot be loaded raises ValueError with its name.
+    `components` are left unchanged. Parts with a quantization configuration among `quantizers` are
+    quantized as they are read. A part that cannot be loaded raises ValueError with its name.
     """
+    settings: dict[str, Any] = {"dtype": dtype, **components}
+    if quantizers:
+        mapping = dict(quantizers)
+        settings["quantization_config"] = PipelineQuantizationConfig(quant_mapping=mapping)
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
     with torch.random.fork_rng(devices=[]), named_refusals(cls, path, components):
-        pipe = cls.from_pretrained(path, dtype=dtype, **components)  # some draw weights first
+        pipe = cls.from_pretrained(path, **settings)  # some draw weights first
     for name, part in pipe.components.items():
         if isinstance(part, torch.nn.Module) and name not in components:
             check_complete(path, name, part)
-            if not _keeps_float32(part, dtype):
+            if name not in (quantizers or ()) and not _keeps_float32(part, dtype):
                 torch.nn.Module.to(part, dtype)  # diffusers' own `to` would warn
             part.eval().requires_grad_(False)
     return pipe

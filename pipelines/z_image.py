@@ -16,6 +16,7 @@ from pipelines.encoding import ragged
 from pipelines.guidance import with_negatives
 from pipelines.packing import grid_of
 from pipelines.schedules import sized_sigmas
+from pipelines.speed import computed_in
 from pipelines.weights import ATTENTION, Lora
 
 LORA = Lora(target_modules=ATTENTION)
@@ -91,9 +92,10 @@ class ZImage(DiffusersPolicy):
 
     def call_denoiser(self, x: Tensor, **inputs: Any) -> Tensor:
         """Evaluate the network, which takes and returns lists of clips of one frame."""
-        dtype = DTYPES[self.precision]
+        precision = computed_in(self)
+        dtype = DTYPES[precision]
         clips = list(x.to(dtype)[:, :, None])
-        with torch.autocast(x.device.type, dtype, enabled=self.precision != "fp32"):
+        with torch.autocast(x.device.type, dtype, enabled=precision != "fp32"):
             found = self.denoiser(x=clips, return_dict=False, **inputs)[0]
         return torch.stack(found)[:, :, 0].float()
 

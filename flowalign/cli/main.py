@@ -123,6 +123,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Run a verb, and turn what the user can correct into a short message."""
+    import torch
+
     from flowalign.rewards.checked import RewardFailure
     from flowalign.training.learner import TrainingFailure
     from flowalign.utils.errors import ConfigError
@@ -134,6 +136,9 @@ def run(args: argparse.Namespace) -> int:
             return VERBS[args.verb].run(args)
     except (ConfigError, UsageError) as error:
         return complain(error, 2)
+    except torch.OutOfMemoryError as error:  # of a verb that has no plan
+        told = f"out of memory on the GPU: {str(error).splitlines()[0]}\nlower micro_batch settings"
+        return complain(RuntimeError(told), 1)
     except (TrainingFailure, RewardFailure, OSError) as error:  # OSError: a full disk, say
         return complain(error, 1)
     except KeyboardInterrupt as stop:

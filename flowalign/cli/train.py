@@ -3,7 +3,8 @@
 import argparse
 import os
 import signal
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,12 +84,13 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str)
     rows = planned(run_file, world)
     if main:
         table(f"plan of {folder}", rows)
-    try:
-        session = runs.start(run_file, loaded.annotated(), log, from_checkpoint, overwrite)
-        with Journal(folder, command) if main else nullcontext():
-            summary = runs.train(session)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    with _named_shortage(run_file, world):
+        try:
+            session = runs.start(run_file, loaded.annotated(), log, from_checkpoint, overwrite)
+            with Journal(folder, command) if main else nullcontext():
+                summary = runs.train(session)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     if main:
         table(f"{summary['status']} after {summary['steps']} steps", _outcome(summary))
         log(f"report: {folder / 'report.html'}")
@@ -99,6 +101,21 @@ def execute(loaded: "Loaded", resume: str | None, overwrite: bool, command: str)
         log(f"interrupted; go on with: flowalign train {folder / 'config.yaml'} --resume")
         return 128 + signal.Signals[summary["stopped_by"]]
     return 0
+
+
+@contextmanager
+def _named_shortage(run_file: "Run", world: int) -> Iterator[None]:
+    """Say which part of the memory was too large, and what lowers it, where a GPU has no more."""
+    import torch
+
+    from flowalign.runs.fits import shortage
+    from flowalign.runs.plan import memory_parts
+    from flowalign.training.learner import TrainingFailure
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise TrainingFailure(shortage(error, memory_parts(run_file, world))) from error
 
 
 def _checkpoint_to_resume(run: "Run", resume: str) -> Path:

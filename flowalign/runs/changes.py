@@ -15,6 +15,8 @@ ACCEPTED = (
     "trackers",
     "device",
     "sharding",
+    "offload",
+    "prompt_cache",
     "threads",
     "output_dir",
 )

@@ -6,22 +6,35 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
+import torch
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from flowalign.data.requests import located_requests
+from flowalign.data.latents.prompt_store import StoredPrompts
+from flowalign.data.requests import located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
 from flowalign.runs.mistakes import readable
-from flowalign.runs.policy_setup import check_setup, load_policy
+from flowalign.runs.policy_setup import Setup, check_device, check_setup, load_policy
 from flowalign.training.checkpoint import Checkpoints
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
-from flowalign.types import Dressing, Policy, RewardModel, Sharding, Speed
+from flowalign.types import (
+    Dressing,
+    EncodesApart,
+    Offload,
+    Offloadable,
+    Policy,
+    Quantizable,
+    Quantization,
+    RewardModel,
+    Sharding,
+    Speed,
+)
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
 from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
@@ -83,10 +96,18 @@ class Run:
     """Seed of every random draw but those of the evaluation."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the policy; auto: a GPU if there is one."""
+    quantization: Quantization = field(default_factory=Quantization)
+    """Storage of frozen weights in fewer bits."""
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
     """Division of the weights among processes."""
+    offload: Offload = "none"
+    """Where frozen weights of the trained network wait. none: on the device. layers: in main
+    memory, from where those of each layer come to the GPU while it computes."""
+    prompt_cache: str | None = None
+    """Folder where conditioning on prompts and references is kept, for all runs with these
+    encoders: what is found there needs none of them. Null: every run encodes."""
     threads: PositiveInt | None = None
     """CPU threads per process. Null: torch's choice. One is best for small models on few cores."""
     output_dir: str = "runs/latest"
@@ -103,15 +124,35 @@ class Run:
             raise ValueError("policy.precision fp16 needs a GPU; on the CPU choose fp32 or bf16")
         if self.evaluation:
             self.evaluation.items()
-        check_setup(self.policy, self.speed, self.sharding)
+        self._check_setup()
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
         self._check_prompts(rewards)
 
+    def _check_setup(self) -> None:
+        check_setup(self.policy, self.setup)
+        if self.device == "cpu":
+            check_device(self.setup, torch.device("cpu"))
+        if isinstance(self.policy, Quantizable):
+            self.policy.quantization = self.quantization
+        if isinstance(self.policy, Offloadable):
+            self.policy.offload = self.offload
+
     def _check_prompts(self, rewards: Rewards) -> None:
         for path in self.prompt_files:
             check_requests(self.policy, rewards.models, located_requests(path))
+
+    @property
+    def setup(self) -> Setup:
+        """Return how the weights are stored, computed with and divided."""
+        return Setup(
+            quantization=self.quantization,
+            speed=self.speed,
+            sharding=self.sharding,
+            offload=self.offload,
+            prompt_cache=self.prompt_cache,
+        )
 
     @property
     def prompt_files(self) -> list[str]:
@@ -120,14 +161,27 @@ class Run:
         return [*self.recipe.prompt_files, *held_out]
 
     def load_policy(self, processes: Processes, costs: Costs | None = None) -> None:
-        """Read the weights of the policy, make its network as fast as asked, and shard it.
+        """Read the weights of the policy, stored, computed with and divided as asked.
 
         Evaluations of the network, and of copies that are made of it, are counted in `costs`.
 
         Raises:
             ValueError: The weights cannot be used, or not by this number of processes.
         """
-        load_policy(self.policy, self.speed, self.sharding, processes, costs or Costs())
+        load_policy(self.policy, self.setup, processes, costs or Costs())
+
+    def encode_prompts(self, processes: Processes) -> None:
+        """Encode every prompt that `prompt_cache` lacks, if there is one, and free the encoders.
+
+        Words beside prompts that are drawn at training are encoded when they are.
+        """
+        store = self.policy.prompt_store if isinstance(self.policy, EncodesApart) else None
+        if isinstance(store, StoredPrompts) and isinstance(self.policy, EncodesApart):
+            found = [one for path in self.prompt_files for one in read_requests(path)]
+            dressing = self.dressing
+            asked = [dressing.at_sampling(one) for one in found] if dressing else found
+            probes = self.policy.probes()
+            store.prepare(self.policy, [*probes, *(one.plain for one in asked)], processes)
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance
@@ -171,6 +225,7 @@ class Run:
             seed=self.seed,
             evaluates=self.evaluation is not None,
             evaluate_every=self.evaluation.every if self.evaluation else 0,
+            optimizer=self.optimizer,
             has_ema=self.ema is not None,
             dressing=self.dressing,
         )

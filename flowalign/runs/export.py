@@ -84,7 +84,9 @@ def prepare(trained: Trained, form: Form, base: str | None) -> Run:
     """
     if form.out.exists():
         raise ValueError(f"{form.out} exists and is not overwritten; name another folder by --out")
-    overrides = [] if base is None else ["--policy.path", base]
+    overrides = [f"--quantization.{part}=none" for part in ("denoiser", "text_encoders")]
+    overrides.append("--offload=none")
+    overrides += [] if base is None else ["--policy.path", base]
     run, _ = load(str(trained.config), overrides)
     if not isinstance(run.policy, Exportable):
         raise ValueError(f"{type(run.policy).__name__} writes no other form than checkpoints")

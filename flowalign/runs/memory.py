@@ -1,13 +1,16 @@
 """Estimate the memory of a run, part by part, with the settings that lower each part."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from flowalign.runs.config import Run
 from flowalign.runs.policy_setup import check_setup
+from flowalign.training.optimizers import MOMENT_BYTES
 from flowalign.training.recipe import MemoryPart
-from flowalign.types import ModelPlan, Sharding
+from flowalign.types import EncodesApart, ModelPlan, Sharding
 
 _LARGE = 10**9
 """Bytes from which on a part is worth a hint, if it is also a tenth of the whole."""
@@ -54,39 +57,83 @@ def network(run: Run, model: ModelPlan, weight_copies: int, world: int = 1) -> l
     It includes the denoiser that is read once more, whole, to verify what was saved.
     """
     whole = model.trainable == model.parameters  # trained in float32, against a frozen copy
-    weights = model.parameters * (4 if whole else model.bytes_per_parameter)
+    weights = round(model.parameters * (4 if whole else model.bytes_per_parameter))
     trained = model.trainable * 4
     if whole and _is_shared(run, world):
         trained = -(-trained // (run.sharding.shard_degree or world))
-    encoders = _savings(model, "text encoders", 1)
+    recast = _savings(model, "recast weights", 1)
+    verified = weights // model.networks if run.offload == "none" else 0
     return [
         *_weights(run, model, weights, world),
-        MemoryPart("optimizer", trained * (4 - whole + bool(run.ema))),
+        MemoryPart("recast weights", model.recast_bytes, "updating", recast),
+        *_optimizer(run, trained, trained * (2 - whole + bool(run.ema))),
         MemoryPart("copies", trained * (whole + weight_copies)),
-        MemoryPart("text encoders and VAE", model.text_bytes, savings=encoders),
-        MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
-        MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
-        MemoryPart("saved weights", weights // model.networks, "verifying"),
+        *_encoders(run, model),
+        MemoryPart("saved weights", verified, "verifying"),
     ]
 
 
 def _weights(run: Run, model: ModelPlan, weights: int, world: int) -> list[MemoryPart]:
     """Return the weights that a process always holds, and those that it gathers from others."""
-    gathered = model.gathered_parameters * (weights // model.parameters)
+    gathered = round(model.gathered_parameters * (weights / model.parameters))
+    if run.offload != "none":
+        frozen = weights - round(model.trainable * model.bytes_per_parameter)
+        return [
+            MemoryPart("layers at work", gathered),
+            MemoryPart("offloaded weights", frozen, "main"),
+        ]
     shared = -(-weights // (run.sharding.shard_degree or world))
     if _is_shared(run, world):
         return [MemoryPart("weights", shared), MemoryPart("gathered block", gathered)]
-    savings = {"sharding.weights: blocks": weights - shared - gathered} if world > 1 else {}
-    return [MemoryPart("weights", weights, savings=savings if _shardable(run) else {})]
+    savings = _savings(model, "weights", 1)
+    if _allowed(run, offload="layers"):
+        savings["offload: layers"] = weights - gathered
+    if world > 1 and _allowed(run, sharding=Sharding(weights="blocks")):
+        savings["sharding.weights: blocks"] = weights - shared - gathered
+    return [MemoryPart("weights", weights, savings=savings)]
+
+
+def _encoders(run: Run, model: ModelPlan) -> list[MemoryPart]:
+    """Return the memory of text encoders, which a prompt cache frees once it is filled."""
+    there = model.encoder_bytes if model.encoder_bytes != model.offloaded_bytes else 0
+    if run.prompt_cache is not None:
+        return [
+            MemoryPart("text encoders and VAE", model.text_bytes - there),
+            MemoryPart("text encoders", model.encoder_bytes, "encoding"),
+        ]
+    savings = _savings(model, "text encoders", 1)
+    savings |= {"prompt_cache: FOLDER": there} if isinstance(run.policy, EncodesApart) else {}
+    return [
+        MemoryPart("text encoders and VAE", model.text_bytes, savings=savings),
+        MemoryPart("text encoders", model.offloaded_bytes, "encoding"),
+        MemoryPart("offloaded text encoders", model.offloaded_bytes, "main"),
+    ]
+
+
+def _optimizer(run: Run, trained: int, others: int) -> list[MemoryPart]:
+    """Return what an update of `trained` bytes takes: `others`, and the moments of AdamW."""
+    kind = run.optimizer.kind
+    moments = {one: round(trained / 4 * each) for one, each in MOMENT_BYTES.items()}
+    shared = run.sharding.weights != "replicated"
+    savings = {
+        f"optimizer.kind: {one}": moments[kind] - size
+        for one, size in moments.items()
+        if size < moments[kind] and not shared
+    }
+    found = [MemoryPart("optimizer", others + moments[kind], savings=savings)]
+    if kind == "adamw_offloaded":
+        found.append(MemoryPart("moments", moments["adamw"], "main"))
+    return found
 
 
 def _is_shared(run: Run, world: int) -> bool:
     return world > 1 and run.sharding.weights == "blocks"
 
 
-def _shardable(run: Run) -> bool:
+def _allowed(run: Run, **settings: Any) -> bool:
+    """Return whether the policy could be loaded with other settings of its setup."""
     try:
-        check_setup(run.policy, run.speed, Sharding(weights="blocks"))
+        check_setup(run.policy, replace(run.setup, **settings))
     except ValueError:
         return False
     return True

@@ -1,25 +1,94 @@
-"""Load a policy as a run file asks: faster by name, and sharded over processes."""
+"""Load a policy as a run file asks: in fewer bits, faster by name, and sharded over processes."""
 
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
+import torch
+
+from flowalign.data.latents.prompt_store import StoredPrompts
 from flowalign.distributed.processes import Processes
-from flowalign.types import Accelerated, Policy, Shardable, Sharding, Speed
+from flowalign.types import (
+    Accelerated,
+    EncodesApart,
+    Offload,
+    Offloadable,
+    Policy,
+    Quantizable,
+    Quantization,
+    Shardable,
+    Sharding,
+    Speed,
+)
 from flowalign.utils.costs import Costs
 
 
-def check_setup(policy: Policy, speed: Speed, sharding: Sharding) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Holds how the weights of a policy are stored, computed with and divided."""
+
+    quantization: Quantization = field(default_factory=Quantization)
+    speed: Speed = field(default_factory=Speed)
+    sharding: Sharding = field(default_factory=Sharding)
+    offload: Offload = "none"
+    prompt_cache: str | None = None
+
+
+def check_setup(policy: Policy, setup: Setup) -> None:
     """Refuse what the policy cannot do; reads no weights.
 
     Raises:
-        ValueError: A backend is not there, or the weights cannot be sharded.
+        ValueError: A package or backend is not there, or two settings exclude each other.
     """
-    if speed != Speed():
-        if not isinstance(policy, Accelerated):
+    _check_quantization(policy, setup)
+    _check_speed(policy, setup.speed)
+    _check_sharding(policy, setup)
+    _check_offload(policy, setup)
+    if setup.prompt_cache is not None:
+        if not isinstance(policy, EncodesApart):
             raise ValueError(
-                f"speed is {speed}, but {type(policy).__name__} is no "
-                "flowalign.types.Accelerated policy; leave it out"
+                f"prompt_cache is {setup.prompt_cache}, but {type(policy).__name__} is no "
+                "flowalign.types.EncodesApart policy; leave it out"
             )
-        policy.check_speed(speed)
+        policy.check_prompt_store()
+
+
+def _check_quantization(policy: Policy, setup: Setup) -> None:
+    quantization = setup.quantization
+    if quantization == Quantization():
+        return
+    if not isinstance(policy, Quantizable):
+        raise ValueError(
+            f"quantization is {quantization}, but {type(policy).__name__} is no "
+            "flowalign.types.Quantizable policy; leave it out"
+        )
+    policy.check_quantization(quantization)
+    kind = quantization.denoiser
+    if kind != "none" and setup.sharding.weights != "replicated":
+        raise ValueError(
+            f"quantization.denoiser {kind} and sharding.weights {setup.sharding.weights} exclude "
+            "each other, as quantized weights are not divided; set one to its default"
+        )
+    if kind != "none" and setup.speed.compile:
+        raise ValueError(
+            f"quantization.denoiser {kind} and speed.compile exclude each other, as layers that "
+            "dequantize break the graph; leave one out"
+        )
+
+
+def _check_speed(policy: Policy, speed: Speed) -> None:
+    if speed == Speed():
+        return
+    if not isinstance(policy, Accelerated):
+        raise ValueError(
+            f"speed is {speed}, but {type(policy).__name__} is no "
+            "flowalign.types.Accelerated policy; leave it out"
+        )
+    policy.check_speed(speed)
+
+
+def _check_sharding(policy: Policy, setup: Setup) -> None:
+    sharding = setup.sharding
     if sharding.weights == "replicated":
         return
     if not isinstance(policy, Shardable):
@@ -28,10 +97,50 @@ def check_setup(policy: Policy, speed: Speed, sharding: Sharding) -> None:
             "flowalign.types.Shardable policy; leave it out"
         )
     policy.check_sharding()
-    if speed.compile:
+    if setup.speed.compile:
         raise ValueError(
             f"speed.compile and sharding.weights {sharding.weights} exclude each other, as weights "
             "that come and go break a compiled graph; leave one out"
+        )
+
+
+def _check_offload(policy: Policy, setup: Setup) -> None:
+    if setup.offload == "none":
+        return
+    if not isinstance(policy, Offloadable):
+        raise ValueError(
+            f"offload is {setup.offload}, but {type(policy).__name__} is no "
+            "flowalign.types.Offloadable policy; leave it out"
+        )
+    policy.check_offload()
+    others = {
+        f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser,
+        "speed.compile": "true" if setup.speed.compile else "none",
+        "sharding.weights blocks": setup.sharding.weights.replace("replicated", "none"),
+    }
+    if excluded := [name for name, value in others.items() if value != "none"]:
+        raise ValueError(
+            f"offload {setup.offload} and {excluded[0]} exclude each other, as both change where "
+            "or how layers keep their weights; leave one out"
+        )
+
+
+def check_device(setup: Setup, device: torch.device) -> None:
+    """Refuse what the device cannot compute.
+
+    Raises:
+        ValueError: Weights are nf4, or offloaded to main memory, on the CPU.
+    """
+    if setup.offload != "none" and device.type == "cpu":
+        raise ValueError(
+            f"offload is {setup.offload}, but the network is in main memory on the CPU anyway; "
+            "set it to none"
+        )
+    kinds = setup.quantization.denoiser, setup.quantization.text_encoders
+    if "nf4" in kinds and device.type == "cpu":
+        raise ValueError(
+            "quantization nf4 needs a GPU: diffusers quantizes to it nowhere else; on the CPU "
+            "choose int8 or fp8"
         )
 
 
@@ -50,25 +159,27 @@ def check_world(sharding: Sharding, world: int) -> None:
         )
 
 
-def load_policy(
-    policy: Policy, speed: Speed, sharding: Sharding, processes: Processes, costs: Costs
-) -> None:
+def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs) -> None:
     """Read the weights, make the network fast, and shard it: before any optimizer is built.
 
     Evaluations of the network, and of copies that are made of it, are counted in `costs`.
 
     Raises:
-        ValueError: The weights cannot be used, or not by this number of processes.
+        ValueError: The weights cannot be used, or not by this number of processes or this device.
     """
+    check_device(setup, processes.device)
+    if setup.prompt_cache is not None and isinstance(policy, EncodesApart):
+        policy.prompt_store = StoredPrompts(policy, Path(setup.prompt_cache))
+    sharding = setup.sharding
     if sharding.weights == "replicated" or processes.world == 1:
-        _load(policy, speed, processes, costs)
+        _load(policy, setup.speed, processes, costs)
         return
     from flowalign.distributed.sharding import hollow, shard
 
     check_world(sharding, processes.world)
     assert isinstance(policy, Shardable), "the run file was checked"
     policy.loads_to_cpu = True
-    _load(policy, speed, processes, costs)
+    _load(policy, setup.speed, processes, costs)
     everything = all(p.requires_grad for p in policy.denoiser.parameters())
     empty = hollow(policy.denoiser) if everything else None
     shards = shard(policy.networks(), processes, sharding.shard_degree or processes.world)

@@ -115,6 +115,7 @@ def _opened(
         rewards.log = messages
     run.load_rewards(rewards)
     run.load_policy(processes, costs)
+    run.encode_prompts(processes)
     ema = (run.ema.decay, run.ema.every) if run.ema else None
     updates = run.num_steps * run.recipe.updates
     learner = Learner(run.policy, run.optimizer, processes, updates, ema)

@@ -15,6 +15,7 @@ from flowalign.sampling.frame_windows import FrameWindow
 from flowalign.sampling.guidance import RewardGuidance
 from flowalign.sampling.kept import Storage
 from flowalign.sampling.sde_windows import AllButLast, SDEWindow
+from flowalign.types import Accelerated, Policy, Reduced
 from flowalign.utils.ranges import (
     DenoisingSteps,
     GroupSize,
@@ -66,6 +67,9 @@ class Sampling:
     Log-probabilities stay those of the policy without it. Null: none."""
     states: Storage = field(default_factory=Storage)
     """Device and precision of the states that are kept for training."""
+    precision: Reduced | None = None
+    """Precision of the network in rollouts, where it is lower than `policy.precision`: bf16 beside
+    fp32. For losses that need no log-probabilities of rollouts. Null: that of the policy."""
     micro_batch: PositiveInt = 64
     """Samples per network call, decode and reward call; the memory of a rollout grows with it."""
 
@@ -88,6 +92,19 @@ class Sampling:
                 "makes steps of second order: set one of them to null"
             )
         self._check_untrained_steps()
+
+    def refuse_precision(self, key: str, reason: str) -> None:
+        """Raise ValueError if rollouts would have a precision of their own."""
+        if self.precision is not None:
+            raise ValueError(f"{key}.sampling.precision is {self.precision}, but {reason}")
+
+    def check_precision(self, key: str, policy: Policy) -> None:
+        """Raise ValueError if rollouts would not have a lower precision than the policy."""
+        if self.precision is not None and policy.precision != "fp32":
+            self.refuse_precision(key, f"policy.precision is {policy.precision}: set it to null")
+        if self.precision is not None and not isinstance(policy, Accelerated):
+            name = type(policy).__name__
+            self.refuse_precision(key, f"{name} has one precision: set it to null")
 
     def _check_untrained_steps(self) -> None:
         if self.merge is not None and self.tail_ratio is not None:

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flowalign.training.learner import Learner
+from flowalign.training.optimizers import check_moments, put_back, state_tensors
 from flowalign.training.sharded_state import FOLDER, divided, read_sharded, save_sharded, shapes
 from flowalign.utils.ranges import NonNegativeInt, PositiveInt
 
@@ -131,6 +132,7 @@ def restore(folder: Path, learner: Learner) -> dict[str, Any]:
     wanted = _tensors(learner)
     got = _read(folder / "state", learner)
     names = set(got)
+    check_moments(learner.cfg.kind, names)
     differ = {n for n in names ^ wanted.keys() if "optimizer." not in n}
     differ |= {n for n in names & wanted.keys() if got[n].shape != wanted[n].shape}
     if differ:
@@ -208,8 +210,8 @@ def _tensors(learner: Learner) -> dict[str, Tensor]:
         pairs = zip(learner.named, kept.average, strict=True)
         out |= {f"{kind}.{n}": a for n, a in pairs}
     for name, p in learner.named.items():
-        for key, value in learner.optimizer.state.get(p, {}).items():
-            out[f"optimizer.{name}:{key}"] = value.detach()
+        for key, value in state_tensors(learner.optimizer, p).items():
+            out[f"optimizer.{name}:{key}"] = value
     for name, companion in learner.companions.items():
         out |= {f"{name}/{n}": t for n, t in _tensors(companion).items()}
     return out
@@ -249,8 +251,7 @@ def _write_back(learner: Learner, got: Mapping[str, Tensor], loop: Mapping[str, 
         keys = [n for n in got if n.startswith(prefix)]
         if keys:
             state[i] = {n.removeprefix(prefix): got[n] for n in keys}
-    groups = learner.optimizer.state_dict()["param_groups"]
-    learner.optimizer.load_state_dict({"state": state, "param_groups": groups})
+    put_back(learner.optimizer, state)
     learner.scaler.load_state_dict(loop["scaler"]) if loop["scaler"] else None
     for name in _COUNTERS:
         setattr(learner, name, loop[name])

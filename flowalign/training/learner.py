@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.processes import Processes, local, whole
 from flowalign.training.ema import EMA
+from flowalign.training.optimizers import OptimizerKind, check_kind, new_optimizer
 from flowalign.training.reference import reference_for
 from flowalign.training.trained_weights import TrainedSet, TrainedWeights
 from flowalign.types import Policy, VelocityField
@@ -37,6 +38,9 @@ class Optimizer:
     Flow-GRPO's code.
     """
 
+    kind: OptimizerKind = "adamw"
+    """adamw: that of torch. adamw_8bit: moments in 8 bits, of bitsandbytes, arXiv:2110.02861.
+    adamw_offloaded: moments in main memory; updates are those of adamw."""
     learning_rate: Annotated[float, Range(above=0, most=1)] = 3e-4
     """Largest learning rate, above 0."""
     weight_decay: UnitInterval = 1e-4
@@ -55,7 +59,8 @@ class Optimizer:
     """Updates in a row that may be skipped for a non-finite gradient before the run stops."""
 
     def __post_init__(self) -> None:
-        """Reject settings that cannot train."""
+        """Reject settings that cannot train, and an optimizer that is not installed."""
+        check_kind(self.kind, divided=False)
         require_ranges(self, "optimizer")
 
     def rate(self, update: int, total: int) -> float:
@@ -95,7 +100,9 @@ class Learner:
         else:
             self.named = weights.named
         self.parameters: list[nn.Parameter] = list(self.named.values())
-        self.optimizer = torch.optim.AdamW(
+        check_kind(cfg.kind, self.is_sharded)
+        self.optimizer = new_optimizer(
+            cfg.kind,
             self.parameters,
             lr=cfg.learning_rate,
             weight_decay=cfg.weight_decay,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from flowalign.rewards.checked import OnFailure
 from flowalign.rewards.composite import Rewards
-from flowalign.training.learner import Learner
+from flowalign.training.learner import Learner, Optimizer
 from flowalign.types import Dressing, ModelPlan, Policy
 
 Log = Callable[[str], None]
@@ -34,6 +34,8 @@ class RunContext:
     """Whether the run evaluates at all."""
     evaluate_every: int = 0
     """Steps between evaluations; 0 evaluates before the first step and after the last only."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    """Optimizer of the policy."""
     has_ema: bool = False
     """Whether the run keeps averaged weights."""
     dressing: Dressing | None = None

@@ -9,7 +9,7 @@ from torch import Tensor
 from flowalign.sampling.prompt_guidance import without_guidance
 from flowalign.training.ema import EMA
 from flowalign.training.trained_weights import TrainedWeights
-from flowalign.types import Cond, Policy, Request, Shardable, VelocityField
+from flowalign.types import Cond, Policy, Request, Shardable, VelocityField, conditioning
 from flowalign.utils.adapters import adapters_of, adapters_off
 
 
@@ -100,7 +100,7 @@ def _unconditional(plain: Policy, guided: Policy) -> dict[str, Tensor]:
             "references encodes only with guidance: set policy.guidance above 1"
         )
     empty = [Request(prompt="")]
-    encoded, known = guided.encode(empty), plain.encode(empty)
+    encoded, known = conditioning(guided, empty), conditioning(plain, empty)
     if encoded.keys() == known.keys():
         raise ValueError(
             f"guidance is {guided.guidance}, but {type(plain).__name__} has no "

@@ -23,6 +23,7 @@ from flowalign.types.dressing import (
     shown,
     with_words,
 )
+from flowalign.types.encoding import EncodesApart, PromptStore
 from flowalign.types.latent_reward import LatentReward, NoisyBackbone
 from flowalign.types.matching import (
     ALONE,
@@ -35,6 +36,7 @@ from flowalign.types.matching import (
     Transitions,
 )
 from flowalign.types.media_batch import MediaBatch
+from flowalign.types.offload import Offload, Offloadable
 from flowalign.types.policy import (
     Exportable,
     ExportDtype,
@@ -47,6 +49,7 @@ from flowalign.types.policy import (
     Takes,
     VelocityField,
 )
+from flowalign.types.quantization import Quantizable, Quantization
 from flowalign.types.request import Dress, Reference, Request, plain_requests, prompts_of
 from flowalign.types.reward import (
     Column,
@@ -65,7 +68,7 @@ from flowalign.types.reward_heads import (
     Refreshable,
 )
 from flowalign.types.sharding import Shardable, Sharding
-from flowalign.types.speed import Accelerated, Speed
+from flowalign.types.speed import Accelerated, Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
 from flowalign.utils.ranges import (
@@ -89,6 +92,8 @@ __all__ = [
     "NonNegativeInt",
     "PositiveFloat",
     "PositiveInt",
+    "Quantizable",
+    "Quantization",
     "Range",
     "Seed",
     "UnitInterval",
@@ -120,13 +125,18 @@ __all__ = [
     "Need",
     "NoisyBackbone",
     "PastOutcomes",
+    "EncodesApart",
     "Exportable",
     "ExportDtype",
     "ExportTarget",
+    "Offload",
+    "Offloadable",
     "Personal",
     "Policy",
     "PolicyLoss",
     "PromptGuidance",
+    "PromptStore",
+    "Reduced",
     "Reference",
     "Renders",
     "Replay",

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from flowalign.types.encoding import EncodesApart
 from flowalign.types.policy import Personal, Policy
 from flowalign.types.request import Request
 from flowalign.types.trajectory import Cond
@@ -104,7 +105,11 @@ def shown(dressing: Dressing | None) -> str:
 
 def conditioning(policy: Policy, requests: Sequence[Request]) -> Cond:
     """Return the conditioning on what requests ask: dressed prompts, and users of a `Personal`."""
-    cond = policy.encode([request.plain for request in requests])
+    plain = [request.plain for request in requests]
+    if isinstance(policy, EncodesApart) and policy.prompt_store:
+        cond = policy.prompt_store.conditioning(policy, plain)
+    else:
+        cond = policy.encode(plain)
     if isinstance(policy, Personal) and any(request.user for request in requests):
         return policy.with_users(cond, [request.user for request in requests])
     return cond

@@ -17,7 +17,7 @@ from flowalign.types.trajectory import Cond
 class Saving:
     """Describes one setting of a policy that lowers one part of its memory."""
 
-    part: Literal["activations", "decoding", "text encoders"]
+    part: Literal["activations", "decoding", "recast weights", "text encoders", "weights"]
     """Part of the memory that the setting lowers."""
     setting: str
     """Key and value as a run file has them: "policy.gradient_checkpointing: true"."""
@@ -35,8 +35,8 @@ class ModelPlan:
     """Number of parameters of the denoiser."""
     trainable: int
     """Number of parameters that are trained."""
-    bytes_per_parameter: int
-    """Bytes of one parameter in the policy's precision."""
+    bytes_per_parameter: float
+    """Bytes of one parameter as it is stored, on average: in the policy's precision or less."""
     activation_bytes: int
     """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
     sigmas: Callable[[int], Float[Tensor, "S"]]
@@ -49,12 +49,17 @@ class ModelPlan:
     """Bytes of text encoders that stay on the device, and of the VAE where its size is known."""
     offloaded_bytes: int = 0
     """Bytes of text encoders that are kept in main memory."""
+    encoder_bytes: int = 0
+    """Bytes of the encoders of prompts, which are among the two above."""
     networks: int = 1
     """Number of equal networks among the parameters, such as experts; saved and verified one at a
     time."""
     gathered_parameters: int = 0
     """Parameters that sharded processes hold whole at once: the largest block, and all that is
     around the blocks."""
+    recast_bytes: int = 0
+    """Bytes of weights that are stored in fewer bits, and that the backward pass keeps in the
+    policy's precision."""
     savings: Sequence[Saving] = ()
     """Settings that would lower the memory further; empty if all are in use."""
 

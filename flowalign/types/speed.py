@@ -1,6 +1,7 @@
 """Define how a network is made faster by name, and the interface of policies that can be."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,9 @@ Attention = Literal[
     "xformers",
 ]
 """Attention backends by the names of diffusers."""
+
+Reduced = Literal["bf16"]
+"""Precisions of rollouts that are lower than that of updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +48,7 @@ class Accelerated(ABC):
     @abstractmethod
     def speed_up(self, speed: Speed) -> None:
         """Change the loaded network."""
+
+    @abstractmethod
+    def reduced(self, precision: Reduced) -> AbstractContextManager[None]:
+        """Compute velocities in a lower precision inside the context; weights stay as they are."""

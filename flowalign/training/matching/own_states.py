@@ -67,6 +67,8 @@ class OwnStates(DataSource):
                     f"{self.key}.sampling.{name} is {getattr(self.sampling, name)}, which leaves "
                     "states of the schedule out: set it to null where states are matched"
                 )
+        reason = "its states are matched and weighted by their steps: set it to null"
+        self.sampling.refuse_precision(self.key, reason)
         self._empty()
 
     @property

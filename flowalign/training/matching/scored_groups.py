@@ -128,6 +128,7 @@ class ScoredGroups(RolloutSettings, DataSource):
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
         self.check_dressing(run)
+        self.sampling.check_precision(self.key, run.policy)
         _check_map(self, run.rewards)
         if self.weights == "ema" and not run.has_ema:
             raise ValueError(f"{self.key}.weights is ema, but ema is null; set ema, or policy")

@@ -9,7 +9,7 @@ from typing_extensions import override
 from flowalign.data.requests import Requests, read_requests
 from flowalign.functional.transition import FlowSDE
 from flowalign.sampling.sde_windows import AllButLast, Fixed
-from flowalign.training.learner import Learner
+from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.policy_gradient.calibrate import FILE, calibrated
 from flowalign.training.policy_gradient.credit_record import CreditRecorder, worth_a_picture
 from flowalign.training.policy_gradient.loop import PolicyGradientLoop
@@ -42,6 +42,13 @@ class PolicyGradient(CreditedRollouts, Recipe):
     def check(self, run: RunContext) -> None:
         if self.calibration:
             self._check_calibration()
+        self.sampling.refuse_precision(
+            "recipe",
+            "a policy gradient compares log-probabilities of the rollout with those of the update, "
+            "which must compute alike: set it to null",
+        )
+        if self.measured and self.measured.measured == "update":
+            self._check_moments(run.optimizer)
         self.check_rewards(run.rewards)
         self.check_prompts(self.prompts)
         self.check_dressing(run)
@@ -62,6 +69,13 @@ class PolicyGradient(CreditedRollouts, Recipe):
         if not worth_a_picture(self.credit, self.sampling.branching):
             return None
         return CreditRecorder(folder / "credit", self.credit, run.num_steps, run.evaluate_every)
+
+    def _check_moments(self, optimizer: Optimizer) -> None:
+        if optimizer.kind == "adamw_8bit":
+            raise ValueError(
+                "recipe.step_weight.measured is update, for which moments are read in float32, but "
+                "optimizer.kind is adamw_8bit; set it to adamw, or measured to gradient"
+            )
 
     def _check_calibration(self) -> None:
         sampling = self.sampling

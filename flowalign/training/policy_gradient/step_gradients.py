@@ -128,7 +128,9 @@ class StepGradients:
         for p in self.learner.parameters:
             if not (state := optimizer.state.get(p)):
                 return None
-            second = state["exp_avg_sq"] / (1 - group["betas"][1] ** float(state["step"]))
+            second = state["exp_avg_sq"].to(p.device) / (
+                1 - group["betas"][1] ** float(state["step"])
+            )
             factors.append(1 / (second.sqrt() + group["eps"]).flatten())
         return torch.cat(factors).float() / loss_scale
 

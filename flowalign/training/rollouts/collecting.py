@@ -1,7 +1,7 @@
 """Sample the requests of a step, and value the states of their trajectories."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 from jaxtyping import Float
 from torch import Tensor
@@ -11,11 +11,12 @@ from flowalign.rewards.composite import Rewards
 from flowalign.sampling.completion import CompletionRequest, complete
 from flowalign.sampling.kept import Kept
 from flowalign.sampling.rollout import concat_trajectories, sample
+from flowalign.sampling.settings import Sampling
 from flowalign.training.learner import Learner
 from flowalign.training.reference import unguided
 from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.training.rollouts.state_values import CompletionValues
-from flowalign.types import Request, Trajectory
+from flowalign.types import Accelerated, Policy, Request, Trajectory
 from flowalign.utils.seeds import generator
 
 
@@ -72,15 +73,25 @@ def sample_prompts(
     All ranks share the window; noise belongs to the request.
     """
     window = cfg.window(step, generator(seed, "window", step))
-    return sample(
-        learner.policy,
-        [requests[i] for i in indices],
-        cfg.sampling,
-        window,
-        [generator(seed, "noise", step, i) for i in indices],
-        finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
-        keep=Kept(states=cfg.kept(window), features=cfg.observed(window), means=cfg.needs_means),
-    )
+    with _reduced(cfg.sampling, learner.policy):
+        return sample(
+            learner.policy,
+            [requests[i] for i in indices],
+            cfg.sampling,
+            window,
+            [generator(seed, "noise", step, i) for i in indices],
+            finish=[request for request in cfg.requested(window) if request[1].follows_rollout],
+            keep=Kept(
+                states=cfg.kept(window), features=cfg.observed(window), means=cfg.needs_means
+            ),
+        )
+
+
+def _reduced(sampling: Sampling, policy: Policy) -> AbstractContextManager[None]:
+    """Compute in the precision of rollouts inside this context, if it is not the policy's."""
+    if sampling.precision is None or not isinstance(policy, Accelerated):
+        return nullcontext()
+    return policy.reduced(sampling.precision)
 
 
 def completion_values(

@@ -1,0 +1,131 @@
+"""Build AdamW by name: that of torch, with moments in 8 bits, or with moments in main memory."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib.util import find_spec
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+OptimizerKind = Literal["adamw", "adamw_8bit", "adamw_offloaded"]
+
+MOMENT_BYTES = {"adamw": 8.0, "adamw_8bit": 2 + 8 / 256, "adamw_offloaded": 0.0}
+"""Bytes of both moments of a parameter on its device; in 8 bits with scales of blocks of 256."""
+
+
+class OffloadedAdamW(torch.optim.Optimizer):
+    """Updates as `torch.optim.AdamW` does, with moments that wait in main memory.
+
+    They come to the device for one parameter at a time, so results are those of AdamW to the bit.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ):
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, settings)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Update every parameter that has a gradient."""
+        assert closure is None, "no loop of this package has one"
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+
+    def _update(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(p)
+        first, second = (state[name].to(p.device) for name in ("exp_avg", "exp_avg_sq"))
+        adamw(
+            [p],
+            [p.grad],
+            [first],
+            [second],
+            [],
+            [state["step"]],
+            foreach=False,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        state["exp_avg"], state["exp_avg_sq"] = first.cpu(), second.cpu()
+
+
+def check_kind(kind: OptimizerKind, divided: bool) -> None:
+    """Refuse an optimizer that cannot update these parameters.
+
+    Raises:
+        ValueError: Its package is missing, or the parameters are divided among processes.
+    """
+    if kind == "adamw_8bit" and not find_spec("bitsandbytes"):
+        raise ValueError(
+            "optimizer.kind adamw_8bit needs bitsandbytes: pip install 'flowalign[quantized]'"
+        )
+    if kind != "adamw" and divided:
+        raise ValueError(
+            f"optimizer.kind {kind} updates whole parameters, and sharding.weights blocks divides "
+            "those of a whole network: set optimizer.kind to adamw, or train a LoRA"
+        )
+
+
+def new_optimizer(
+    kind: OptimizerKind, parameters: Iterable[nn.Parameter], **settings: Any
+) -> torch.optim.Optimizer:
+    """Return the optimizer of this kind with settings of `torch.optim.AdamW`."""
+    if kind == "adamw":
+        return torch.optim.AdamW(parameters, **settings)
+    if kind == "adamw_offloaded":
+        return OffloadedAdamW(parameters, **settings)
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, **settings)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
+    """Return what an optimizer keeps of a parameter, by name; integers become tensors."""
+    kept = optimizer.state.get(p, {})
+    return {name: torch.as_tensor(value).detach() for name, value in kept.items()}
+
+
+def check_moments(kind: OptimizerKind, names: Collection[str]) -> None:
+    """Refuse moments, by the names of a checkpoint's tensors, that another kind has kept.
+
+    Raises:
+        ValueError: One has them in 8 bits and the other has not.
+    """
+    found = {name.rpartition(":")[2] for name in names if "optimizer." in name}
+    if found and ("state1" in found) != (kind == "adamw_8bit"):
+        before = "in 8 bits" if "state1" in found else "in float32"
+        raise ValueError(
+            f"optimizer.kind is {kind}, but the checkpoint has moments {before}: set it as it was"
+        )
+
+
+def put_back(optimizer: torch.optim.Optimizer, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Give an optimizer what `state_tensors` returned, by the number of the parameter."""
+    plain = {
+        number: {name: _plain(value) for name, value in kept.items()}
+        for number, kept in state.items()
+    }
+    groups = optimizer.state_dict()["param_groups"]
+    optimizer.load_state_dict({"state": plain, "param_groups": groups})
+
+
+def _plain(value: Tensor) -> Tensor | int:
+    counts = value.dim() == 0 and not value.is_floating_point()
+    return int(value) if counts else value
