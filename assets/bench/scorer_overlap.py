@@ -48,7 +48,8 @@ def main() -> None:
             text = Path(folder, "run", "metrics.jsonl").read_text()
         rows = [json.loads(line) for line in text.splitlines()]
         for row in rows:
-            print(f"rollout_batch_prompts {at_once}:", {n: row[f"timing/{n}"] for n in PARTS})
+            seconds = {name: round(row[f"timing/{name}"], 2) for name in PARTS}
+            sys.stdout.write(f"rollout_batch_prompts {at_once}: {seconds}\n")
 
 
 if __name__ == "__main__":
