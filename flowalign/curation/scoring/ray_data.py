@@ -27,6 +27,8 @@ from flowalign.rewards.checked import RewardFailure
 
 RESTARTS = 3
 """Number of times that a worker which died is started again, and that a block is scored again."""
+_BOUNDED = "max_restarts", "max_task_retries"
+"""Ray's names of both, which are without bounds by default."""
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0"}
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch, of any system, for a cluster that listens on the loopback only."""
@@ -114,8 +116,7 @@ class Cluster:
             compute=ray.data.ActorPoolStrategy(size=self.workers),
             num_cpus=1,
             num_gpus=self._share_of_gpu(),
-            max_restarts=RESTARTS,
-            max_task_retries=RESTARTS,
+            ray_remote_args_fn=lambda: dict.fromkeys(_BOUNDED, RESTARTS),
         )
         try:
             for row in rows.iter_rows():
