@@ -1,18 +1,18 @@
 """Runs `flowalign score`: scores a preference dataset or a folder of media with reward models."""
 
 import argparse
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from flowalign.cli.meter import meter
 from flowalign.cli.ranges import Parser, shard, whole
 from flowalign.utils.console import table
 from flowalign.utils.interrupts import exit_code, sigterm_stops
@@ -21,17 +21,14 @@ from flowalign.utils.manifest import agree, compare
 
 if TYPE_CHECKING:
     from flowalign.curation.scoring.job import Job, Watch
-    from flowalign.curation.scoring.stats import RunningStats, Speed
+    from flowalign.curation.scoring.stats import Speed
     from flowalign.data.readers import Dataset
 
 HELP = "Score a dataset, or a folder of media."
+EXECUTORS = "local", "ray"
 EXIT_FAILED, EXIT_WRONG = 1, 2
-_SECONDS_BETWEEN_LINES, _THREADS = 5.0, min(8, os.cpu_count() or 1)
+_THREADS = min(8, os.cpu_count() or 1)
 _MANIFEST, _MAKER = "manifest.json", "a scoring job"
-_PASSED_ON = (
-    *("rewards", "out", "schema", "root", "format", "batch_size", "workers", "limit"),
-    *("max_frames", "max_failed_fraction"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=shard,
         help="be the i-th of n processes, from 0; run once more without it to merge",
     )
+    add("--executor", choices=EXECUTORS, default="local", help="what runs the processes")
+    add(
+        "--address",
+        help="a running Ray cluster, ray://HOST:10001 or auto; default: one on this machine",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
     try:
         _check(args)
+        if args.executor == "ray":
+            return _run_on_ray(args)
         return _run_several(args) if args.processes > 1 else _run_one(args)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -110,21 +114,61 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(f"--max_failed_fraction {args.max_failed_fraction} is outside [0, 1]")
     if args.format == "parquet":
         needs_pyarrow()
+    if args.executor != "ray" and args.address:
+        raise ValueError(f"--address {args.address} needs --executor ray")
+    if args.executor == "ray" and args.shard:
+        raise ValueError("--shard and --executor ray exclude each other; Ray divides the blocks")
 
 
 def _run_one(args: argparse.Namespace) -> int:
     """Run the whole job, or one shard of it."""
-    from flowalign.curation.scoring.job import Job
-    from flowalign.curation.scoring.rows import fingerprint
+    from flowalign.curation.scoring.job import run
     from flowalign.curation.scoring.stats import Speed
     from flowalign.curation.scoring.table import alone
+
+    job, settings = _opened(args)
+    schema = f"{args.data}: schema {job.dataset.schema.name}"
+    Console().print(schema, markup=False, highlight=False)
+    i, n = job.shard
+    with alone(job.folder / "parts" / f".lock-{i}-of-{n}"):
+        _load(job, settings)
+        speed = Speed()
+        return _score(args, job, speed, partial(run, job, speed=speed))
+
+
+def _run_on_ray(args: argparse.Namespace) -> int:
+    """Run the whole job on the workers of a Ray cluster."""
+    from flowalign.curation.scoring import ray_data
+    from flowalign.curation.scoring.stats import Speed
+    from flowalign.curation.scoring.table import alone
+    from flowalign.distributed.processes import check_fits
+
+    ray_data.needs_ray(args.address)
+    if not args.address:
+        check_fits(args.processes, "cpu")  # they may share a GPU, but no core
+    job, settings = _opened(args)
+    with alone(job.folder / "parts" / ".lock-ray"):
+        compare(job.folder / _MANIFEST, settings, _MAKER)
+        cluster = ray_data.Cluster(args.processes, args.address)
+        speed = Speed()
+        return _score(args, job, speed, partial(cluster.run, job, partial(ready, args), speed))
+
+
+def ready(args: argparse.Namespace) -> "Job":
+    """Return the job of these options with its models loaded, as a worker of a cluster needs it."""
+    job, settings = _opened(args)
+    _load(job, settings)
+    return job
+
+
+def _opened(args: argparse.Namespace) -> "tuple[Job, dict[str, Any]]":
+    """Return the job, whose weights are not read yet, and the settings that decide its scores."""
+    from flowalign.curation.scoring.job import Job
     from flowalign.data.readers import open_dataset
-    from flowalign.rewards.checked import load
     from flowalign.rewards.config import load_rewards
 
     dataset = open_dataset(args.data, args.schema, args.root)
     models, text = load_rewards(args.rewards)
-    i, n = args.shard or (0, 1)
     job = Job(
         dataset,
         models,
@@ -134,25 +178,36 @@ def _run_one(args: argparse.Namespace) -> int:
         args.limit,
         args.max_frames,
         args.max_failed_fraction,
-        (i, n),
+        args.shard or (0, 1),
     )
-    Console().print(f"{args.data}: schema {dataset.schema.name}", markup=False, highlight=False)
-    settings = _settings(args, dataset, text)
-    with alone(job.folder / "parts" / f".lock-{i}-of-{n}"):
-        compare(job.folder / _MANIFEST, settings, _MAKER)
-        for model in models:
-            load(model)
-        agree(job.folder / _MANIFEST, settings | {"fingerprint": fingerprint(models)}, _MAKER)
-        return _score(args, job, Speed())
+    return job, _settings(args, dataset, text)
 
 
-def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
-    from flowalign.curation.scoring.job import run, summarise
+def _load(job: "Job", settings: Mapping[str, Any]) -> None:
+    """Load the models for a folder that no other settings have made."""
+    from flowalign.curation.scoring.rows import fingerprint
+    from flowalign.rewards.checked import load
+
+    compare(job.folder / _MANIFEST, settings, _MAKER)
+    for model in job.models:
+        load(model)
+    known = {"fingerprint": fingerprint(job.models)}
+    agree(job.folder / _MANIFEST, {**settings, **known}, _MAKER)
+
+
+def _score(
+    args: argparse.Namespace,
+    job: "Job",
+    speed: "Speed",
+    run: "Callable[[Watch], Sequence[int]]",
+) -> int:
+    """Score by `run`, which shows its progress and returns the blocks, and write the table."""
+    from flowalign.curation.scoring.job import summarise
     from flowalign.curation.scoring.stats import TooManyFailed
 
     try:
-        with _meter(job) as watch:
-            blocks = run(job, watch, speed)
+        with meter(job) as watch:
+            blocks = run(watch)
     except TooManyFailed as error:
         if not args.shard:
             about = {"status": "stopped", **_about(job.folder), **speed.summary()}
@@ -163,27 +218,20 @@ def _score(args: argparse.Namespace, job: "Job", speed: "Speed") -> int:
 
 def _run_several(args: argparse.Namespace) -> int:
     """Run this command once per shard, side by side, and then merge the table."""
+    from flowalign.cli.shards import run_shards
     from flowalign.curation.scoring.table import Parts
     from flowalign.data.readers import open_dataset
     from flowalign.distributed.processes import check_fits
     from flowalign.rewards.config import load_rewards
-    from flowalign.utils.subprocesses import Job, run_all
 
     check_fits(args.processes, "cpu")  # they may share a GPU, but no core
     open_dataset(args.data, args.schema, args.root)  # a mistake is told once, before any starts
     load_rewards(args.rewards)
-    log = Console().print
-    folder = Path(args.out)
-    jobs = [
-        Job(f"shard {i}", [*_device(i), *_shard_command(args, i)], folder / "logs" / f"{i}.log")
-        for i in range(args.processes)
-    ]
     start = time.perf_counter()
-    failed = run_all(jobs, len(jobs), lambda text: log(text, markup=False, highlight=False))
-    if failed:
-        return _failed(f"{_last_line(failed[0].log)}\n{len(failed)} of {len(jobs)} shards failed")
+    if failure := run_shards(args):
+        return _failed(failure)
     seconds = {"seconds": time.perf_counter() - start, "processes": args.processes}
-    return _finish(args, Parts(folder / "parts").blocks(), seconds)
+    return _finish(args, Parts(Path(args.out) / "parts").blocks(), seconds)
 
 
 def _finish(args: argparse.Namespace, blocks: Sequence[int], speed: Mapping[str, float]) -> int:
@@ -239,59 +287,6 @@ def _settings(args: argparse.Namespace, dataset: "Dataset", rewards: str) -> dic
 def _about(folder: Path) -> dict[str, Any]:
     """Return the settings of the job, for the summary."""
     return json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
-
-
-def _shard_command(args: argparse.Namespace, i: int) -> list[str]:
-    command = [sys.executable, "-m", "flowalign.cli.score", args.data]
-    for name, value in vars(args).items():
-        if name in _PASSED_ON and value is not None:
-            command += [f"--{name}", str(value)]
-    return [*command, "--shard", f"{i}/{args.processes}"]
-
-
-def _device(i: int) -> list[str]:
-    """Return a command prefix that gives each process its own accelerator, if there are several."""
-    import torch
-
-    count = torch.cuda.device_count()
-    if count < 2:
-        return []
-    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return ["env", f"CUDA_VISIBLE_DEVICES={names.split(',')[i % count]}"]
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return f"{log}: {lines[-1].removeprefix('error: ') if lines else 'no output'}"
-
-
-@contextlib.contextmanager
-def _meter(job: "Job") -> Iterator["Watch"]:
-    """Show progress: a bar on a terminal; in a log, a line at most every 5 seconds."""
-    columns = (
-        TextColumn("records"),
-        MofNCompleteColumn(),
-        BarColumn(None),
-        TextColumn("{task.fields[status]}"),
-    )
-    bar = Progress(*columns, console=Console(), expand=True, disable=not Console().is_terminal)
-    task = bar.add_task("", total=job.share(), status="")
-    printed_at = time.monotonic()
-
-    def watch(stats: "RunningStats", speed: "Speed") -> None:
-        nonlocal printed_at
-        now = speed.summary()
-        status = (
-            f"{stats.failed} failed  {now['rows_per_second']:.1f} rows/s  "
-            f"{now['share_in_model']:.0%} in the model"
-        )
-        bar.update(task, completed=stats.records, status=status)
-        if bar.disable and time.monotonic() - printed_at >= _SECONDS_BETWEEN_LINES:
-            bar.console.print(f"{stats.rows} rows  {status}", markup=False, highlight=False)
-            printed_at = time.monotonic()
-
-    with bar:
-        yield watch
 
 
 if __name__ == "__main__":

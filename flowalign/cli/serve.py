@@ -22,6 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("rewards", help="YAML file with `rewards:`, or the dotted path of a class")
     add("--host", default="127.0.0.1", help="default: this machine only")
     add("--port", type=whole(0, 65535), default=8411, help="0: any that is free")
+    add(
+        "--socket",
+        type=whole(0),
+        metavar="FD",
+        help="serve on this listening socket, which the starter opened, and not on host and port",
+    )
     add("--max_batch", type=whole(1), default=64, help="samples per call of a model")
     add(
         "--max_wait_ms",
@@ -76,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         limits = Limits(**{name: vars(args)[name] for name in _LIMITS})
         needs_http()
-        with bound(args.host, args.port) as listening:
+        with _listening(args) as listening:
             service = Service(load_rewards(args.rewards)[0], limits, token)
             host, port = listening.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -88,21 +94,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """Return a socket with this address; raises ValueError if it is not to be had."""
+def _listening(args: argparse.Namespace) -> socket.socket:
+    from flowalign.rewards.listening import bound
+
+    if args.socket is None:
+        return bound(args.host, args.port)
     try:
-        kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host {host!r} is no address of this machine: {error}") from error
-    listening = socket.socket(kind, socket.SOCK_STREAM)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
-        listening.listen()
+        return socket.socket(fileno=args.socket)
     except OSError as error:
-        listening.close()
-        raise ValueError(f"cannot serve on {host}, port {port}: {error.strerror}") from error
-    return listening
+        raise ValueError(f"--socket {args.socket} is no socket: {error.strerror}") from error
 
 
 def is_loopback(host: str) -> bool:

@@ -10,9 +10,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from flowalign.distributed.failures import FOLDER
+from flowalign.distributed.heartbeat import Heartbeat
 from flowalign.distributed.rendezvous import SOON, Rendezvous
 
 T = TypeVar("T")
@@ -154,6 +156,7 @@ def join(device: str = "auto") -> Processes:
         store = dist.FileStore(str(Path(folder) / "store"), world) if folder else None
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
+        Heartbeat(distributed_c10d._get_default_store(), rank, world).start()
     return Processes(rank, world, chosen, _rendezvous() if world > 1 else None)
 
 

@@ -29,6 +29,10 @@ class RewardError(RewardFailure):
         super().__init__(f"reward {spec.name!r} ({dims}) {what}")
 
 
+class RewardGone(RewardFailure):
+    """Signals that a reward model will give no score any more, which ends a run in any case."""
+
+
 class CheckedReward(RewardModel):
     """Scores by another model, and vouches for the result; a call that takes long is announced.
 
@@ -52,11 +56,14 @@ class CheckedReward(RewardModel):
 
         Raises:
             RewardError: The model did something wrong.
+            RewardGone: It gives no score any more.
         """
         spec = self.model.spec
         try:
             with self.patience, torch.set_grad_enabled(batch.media.requires_grad):
                 output = self.model.score(batch)
+        except RewardGone:
+            raise
         except Exception as error:
             broken = RewardError(spec, f"raised {_described(error, self.model)}")
             if self.on_failure == "raise" or not self.answered:
@@ -132,6 +139,8 @@ def checked(spec: RewardSpec, output: object, count: int) -> RewardOutput:
 
 
 def _check_maps(spec: RewardSpec, output: RewardOutput, count: int) -> None:
+    if not output.maps and not output.valid.any():
+        return  # whose samples all failed
     wanted = {spec.name} if spec.maps else set()
     if {*output.maps} != wanted or any(len(places) != count for places in output.maps.values()):
         raise RewardError(

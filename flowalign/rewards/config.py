@@ -27,15 +27,19 @@ def load_rewards(source: str) -> tuple[list[RewardModel], str]:
     Raises:
         ConfigError: The file or class, which is named, is wrong.
     """
-    path, parser = Path(bundled(source)), ArgumentParser(exit_on_error=False)
+    path = Path(bundled(source))
+    if path.exists():
+        return rewards_of(read_yaml(path, source), source)
+    if source.endswith((".yaml", ".yml")):
+        raise ConfigError(f"rewards file {source!r} does not exist (looked in {Path.cwd()})")
+    return rewards_of({"rewards": [{"class_path": source}]}, source)
+
+
+def rewards_of(content: object, source: str) -> tuple[list[RewardModel], str]:
+    """Build the reward models of settings with one key `rewards:`; see `load_rewards`."""
+    parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(_File, None, fail_untyped=True)
     try:
-        if path.exists():
-            content = read_yaml(path, source)
-        elif source.endswith((".yaml", ".yml")):
-            raise ConfigError(f"rewards file {source!r} does not exist (looked in {Path.cwd()})")
-        else:
-            content = {"rewards": [{"class_path": source}]}
         if not isinstance(content, dict) or set(content) != {"rewards"} or not content["rewards"]:
             raise ConfigError(f"{source} must hold one key `rewards:` with a list of models")
         parsed = parser.parse_object(content)

@@ -6,6 +6,7 @@ together here rather than by the library, which copies the pixels several times;
 library's.
 """
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -173,6 +174,7 @@ def output_to_json(output: RewardOutput) -> dict[str, Any]:
         "uncertainty": None if output.uncertainty is None else _numbers(output.uncertainty),
         "reasons": {str(i): why for i, why in output.reasons.items()},
         "extras": [dict(extra) for extra in output.extras],
+        **({"maps": _maps_to_json(output.maps)} if output.maps else {}),
     }
 
 
@@ -184,11 +186,28 @@ def output_from_json(content: Any, spec: RewardSpec, count: int) -> RewardOutput
         reasons = {int(i): str(why) for i, why in content["reasons"].items()}
         extras = content["extras"]
         uncertainty = None if spread is None else _tensor(spread, spec)
+        places = _places(content["maps"], count) if content.get("maps") else None
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"not an answer of a reward server: {error!r}") from error
     if len(values) != count or len(extras) not in (0, count):
         raise ValueError(f"the server answered {len(values)} rows for {count} samples")
-    return RewardOutput.build(spec, values, reasons, uncertainty, extras)
+    return RewardOutput.build(spec, values, reasons, uncertainty, extras, places)
+
+
+def _maps_to_json(maps: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Encode the one map of a model as float32 in base64."""
+    (places,) = maps.values()
+    content = places.float().cpu().contiguous().numpy().astype("<f4").tobytes()
+    return {"shape": list(places.shape), "float32": base64.b64encode(content).decode()}
+
+
+def _places(content: Mapping[str, Any], count: int) -> Tensor:
+    """Decode the maps of `count` samples; raises ValueError if they are no such maps."""
+    shape = [int(size) for size in content["shape"]]
+    numbers = np.frombuffer(base64.b64decode(content["float32"], validate=True), "<f4")
+    if shape[0] != count or len(shape) not in (3, 4) or math.prod(shape) != len(numbers):
+        raise ValueError(f"maps of shape {shape} with {len(numbers)} numbers for {count} samples")
+    return torch.from_numpy(numbers.astype(np.float32)).view(shape)
 
 
 def _pack(media: Tensor, pixels: Pixels) -> Tensor:

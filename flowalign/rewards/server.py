@@ -48,9 +48,7 @@ class Service:
     def specs(self) -> dict[str, Any]:
         """Return the version of the protocol, and each model's spec with its fingerprint."""
         models = [batcher.model.spec for batcher in self.batchers.values()]
-        rows = [
-            asdict(spec) | {"maps": False, "fingerprint": spec.fingerprint()} for spec in models
-        ]
+        rows = [asdict(spec) | {"fingerprint": spec.fingerprint()} for spec in models]
         return {"version": VERSION, "models": _plain(rows)}
 
     def check_token(self, header: str | None) -> None:

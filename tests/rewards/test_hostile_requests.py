@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from flowalign.cli.ranges import Parser
-from flowalign.cli.serve import add_arguments, bound, run
+from flowalign.cli.serve import add_arguments, run
 from flowalign.rewards.limits import Limits, Refused, Room
+from flowalign.rewards.listening import bound
 from flowalign.types import MediaBatch
 from flowalign.utils.errors import ConfigError
 from reward_models.remote import RemoteReward

@@ -24,7 +24,7 @@ RECORDS_PER_PART = 256
 _MEMORY = 1 << 29
 """Bytes of decoded pixels that may wait to be batched, and again as many in unfinished batches."""
 _BATCHES_AHEAD = 2
-_ROWS_BEFORE_CHECK = 100
+ROWS_BEFORE_CHECK = 100
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
     blocks: list[int] = []
 
     def missing() -> Iterator[tuple[int, int, Record]]:
-        for block, records in _blocks(itertools.islice(iter(job.dataset), job.limit)):
+        for block, records in _blocks(_limited(job)):
             blocks.append(block)
             if block % job.shard[1] == job.shard[0] and block not in parts:
                 yield from ((block, i, record) for i, record in records)
@@ -87,14 +87,44 @@ def run(job: Job, watch: Watch, speed: Speed) -> list[int]:
     started_with = [b for b in parts.blocks() if b % job.shard[1] == job.shard[0]]
     for row in parts.rows(started_with):
         stats.add(row)
-    stats.check(job.max_failed_fraction, _ROWS_BEFORE_CHECK)
+    stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     for block, rows in _scored(job, missing(), speed):
         parts.write(block, rows)
         for row in rows:
             stats.add(row)
         watch(stats, speed)
-        stats.check(job.max_failed_fraction, _ROWS_BEFORE_CHECK)
+        stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
     return blocks
+
+
+class BlockScorer:
+    """Scores any block of a job, in any order, best in a rising one."""
+
+    def __init__(self, job: Job):
+        self.job = replace(job, models=[CheckedReward(model) for model in job.models])
+        self.parts, self._next = Parts(job.folder / "parts"), 0
+        self._blocks = _blocks(_limited(job))
+
+    def score(self, block: int) -> None:
+        """Score a block and save its rows, unless they are saved already."""
+        if block in self.parts:
+            return
+        todo = ((block, i, record) for i, record in self._records(block))
+        for number, rows in _scored(self.job, todo, Speed()):
+            self.parts.write(number, rows)
+
+    def _records(self, block: int) -> list[tuple[int, Record]]:
+        """Read on to a block, or from the beginning to one that is behind."""
+        if block < self._next:
+            self._blocks = _blocks(_limited(self.job))
+        number, records = next(found for found in self._blocks if found[0] == block)
+        self._next = number + 1
+        return records
+
+
+def block_numbers(job: Job) -> list[int]:
+    """Return the blocks of the whole dataset, which is read for it, without its media."""
+    return [block for block, _ in _blocks(_limited(job))]
 
 
 def finish(
@@ -113,6 +143,10 @@ def summarise(folder: Path, stats: RunningStats, about: Mapping[str, Any]) -> No
     """Write `summary.json`."""
     text = json.dumps({**about, **stats.summary()}, indent=2, ensure_ascii=False)
     write_text(folder / "summary.json", text + "\n")
+
+
+def _limited(job: Job) -> Iterator[Record]:
+    return itertools.islice(iter(job.dataset), job.limit)
 
 
 def _blocks(records: Iterator[Record]) -> Iterator[tuple[int, list[tuple[int, Record]]]]:

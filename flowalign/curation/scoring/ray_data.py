@@ -1,0 +1,162 @@
+"""Score the blocks of a job on the workers of a Ray cluster, by Ray Data.
+
+A worker holds the models and saves each block that it has scored, as a process of this machine
+does. A block whose worker is lost goes to another one.
+"""
+
+import logging
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flowalign.curation.scoring.job import (
+    ROWS_BEFORE_CHECK,
+    BlockScorer,
+    Job,
+    Watch,
+    block_numbers,
+)
+from flowalign.curation.scoring.stats import RunningStats, Speed
+from flowalign.curation.scoring.table import Parts
+from flowalign.rewards.checked import RewardFailure
+
+RESTARTS = 3
+"""Number of times that a worker which died is started again, and that a block is scored again."""
+_BOUNDED = "max_restarts", "max_task_retries"
+"""Ray's names of both, which are without bounds by default."""
+_SILENT = {"RAY_USAGE_STATS_ENABLED": "0"}
+_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Ray's switch, of any system, for a cluster that listens on the loopback only."""
+
+
+def needs_ray(address: str | None = None) -> None:
+    """Raise ValueError if Ray Data is not installed; it reads its environment when imported."""
+    os.environ.update(_SILENT if address else _SILENT | _LOOPBACK)
+    try:
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise ValueError("--executor ray needs Ray: pip install 'flowalign[ray]'") from error
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Names a Ray cluster, and how many workers score there."""
+
+    workers: int
+    """Number of workers, each with a core, and a GPU or a share of one if there are some."""
+    address: str | None = None
+    """Address of a running cluster; None: one on this machine for this job, which only this
+    machine can reach."""
+
+    def run(
+        self, job: Job, open_job: Callable[[], Job], speed: Speed, watch: Watch
+    ) -> Sequence[int]:
+        """Score the missing blocks; returns the blocks of the whole dataset.
+
+        `open_job` gives a worker the job with loaded models. The folder of the job must be on
+        storage that all workers see.
+
+        Raises:
+            TooManyFailed: Too many rows failed so far; this is checked after every block.
+            RewardFailure: A model is wrong, or workers died too often.
+            ValueError: A worker cannot use the options or the data.
+        """
+        parts, stats, blocks = Parts(job.folder / "parts"), RunningStats(), block_numbers(job)
+        for row in parts.rows([block for block in blocks if block in parts]):
+            stats.add(row)
+        stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
+        if not (missing := [block for block in blocks if block not in parts]):
+            return blocks
+        with self._connected():
+            for block in self._scored(missing, open_job):
+                if block not in parts:
+                    raise ValueError(f"{job.folder} is not a folder that all workers see")
+                for row in parts.rows([block]):
+                    stats.add(row)
+                    speed.rows += 1
+                watch(stats, speed)
+                stats.check(job.max_failed_fraction, ROWS_BEFORE_CHECK)
+        return blocks
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Connect to the cluster; Ray's handling of SIGTERM gives way to that of the verb."""
+        needs_ray(self.address)
+        import ray
+
+        before = signal.getsignal(signal.SIGTERM)
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        if self.address:
+            ray.init(address=self.address, **quiet)
+        else:
+            ray.init("local", num_cpus=self.workers, include_dashboard=False, **quiet)
+        signal.signal(signal.SIGTERM, before)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+    def _scored(self, blocks: Sequence[int], open_job: Callable[[], Job]) -> Iterator[int]:
+        """Yield blocks as they are scored and saved."""
+        import ray
+        from ray.exceptions import RayError
+
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        rows = ray.data.from_items(list(blocks), override_num_blocks=len(blocks)).map_batches(
+            _Worker,
+            fn_constructor_args=(open_job, str(Path.cwd())),
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(size=self.workers),
+            num_cpus=1,
+            num_gpus=self._share_of_gpu(),
+            ray_remote_args_fn=lambda: dict.fromkeys(_BOUNDED, RESTARTS),
+        )
+        try:
+            for row in rows.iter_rows():
+                if row["wrong"]:
+                    raise ValueError(row["wrong"])
+                if row["failed"]:
+                    raise RewardFailure(row["failed"])
+                yield int(row["block"])
+        except RayError as error:
+            why = str(error).strip().splitlines()[-1]
+            raise RewardFailure(f"a worker died more than {RESTARTS} times: {why}") from error
+
+    def _share_of_gpu(self) -> float:
+        """Return what a worker gets of a GPU; raises ValueError if there are too few cores."""
+        import ray
+
+        there = ray.cluster_resources()
+        if self.workers > there.get("CPU", 0):
+            raise ValueError(
+                f"--processes is {self.workers}, but the cluster has {there.get('CPU', 0):g} cores"
+            )
+        gpus = int(there.get("GPU", 0))
+        return 1 / math.ceil(self.workers / gpus) if gpus else 0
+
+
+class _Worker:
+    """Scores the blocks that it is given; loads the models for the first one."""
+
+    def __init__(self, open_job: Callable[[], Job], folder: str):
+        os.chdir(folder)  # relative paths mean the same here
+        self.open_job, self.scorer = open_job, None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
+        """Score one block; what is wrong is an answer, so that it is told without Ray's traces."""
+        (block,), wrong, failed = batch["item"].tolist(), "", ""
+        try:
+            self.scorer = self.scorer or BlockScorer(self.open_job())
+            self.scorer.score(block)
+        except ValueError as error:
+            wrong = str(error)
+        except (RewardFailure, OSError) as error:
+            failed = str(error)
+        return {"block": [block], "wrong": [wrong], "failed": [failed]}

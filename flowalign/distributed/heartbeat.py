@@ -1,0 +1,99 @@
+"""End with a message where another process of a run neither answers nor ends.
+
+A process that ends closes its connections, which the others notice at once. A machine that loses
+its power, or its network, closes nothing. So every process counts up a number in the store by
+which the processes found one another, and looks whether those of the others go on.
+"""
+
+import atexit
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from flowalign.distributed.failures import leave
+
+BEAT_S = 5.0
+"""Seconds between two beats."""
+MISSED = 60
+"""Number of own beats without one of another process after which that is lost: five minutes. A
+machine that was suspended made none of its own."""
+_STORE = timedelta(seconds=60)
+_LEFT = b"left"
+
+
+class Silence:
+    """Counts, for each of the other processes, the beats since its number went on."""
+
+    def __init__(self, missed: int):
+        self.missed = missed
+        self.last: dict[int, bytes] = {}
+        self.silent: dict[int, int] = {}
+
+    def lost(self, found: Mapping[int, bytes]) -> list[int]:
+        """Take the numbers of a beat, and return the ranks of those that are lost by now."""
+        for rank, number in found.items():
+            goes_on = number == _LEFT or number != self.last.get(rank)
+            self.silent[rank] = 0 if goes_on else self.silent[rank] + 1
+        self.last = dict(found)
+        return [rank for rank, beats in self.silent.items() if beats >= self.missed]
+
+
+class Heartbeat:
+    """Beats in a thread from `start` to the end of the process, and watches the others."""
+
+    def __init__(self, store: dist.Store, rank: int, world: int):
+        self.store, self.rank = store.clone(), rank  # a connection of its own
+        self.store.set_timeout(_STORE)
+        self.others = [other for other in range(world) if other != rank]
+        self.silence, self.stopped = Silence(MISSED), threading.Event()
+        self.thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Begin; a process that ends by itself says so, because it will not beat any more."""
+        self.store.set(_key(self.rank), "0")
+        self.thread.start()
+        atexit.register(self._leave)
+
+    def _beat(self) -> None:
+        beats = 0
+        while not self.stopped.wait(BEAT_S):
+            beats, began = beats + 1, time.monotonic()
+            try:
+                lost = self._look(str(beats))
+            except RuntimeError as error:
+                if time.monotonic() - began < _STORE.total_seconds():
+                    return  # it closed, as it does where a process ends, which the others notice
+                _end(f"the store of the run cannot be reached: {str(error).splitlines()[0]}")
+            else:
+                if lost:
+                    _end(f"process {lost[0]} has not answered for {BEAT_S * MISSED:g} seconds")
+
+    def _look(self, number: str) -> list[int]:
+        self.store.set(_key(self.rank), number)
+        found = self.store.multi_get([_key(other) for other in self.others])
+        return self.silence.lost(dict(zip(self.others, found, strict=True)))
+
+    def _leave(self) -> None:
+        self.stopped.set()
+        self.thread.join(BEAT_S)
+        with suppress(RuntimeError):
+            self.store.set(_key(self.rank), _LEFT.decode())
+
+
+def _key(rank: int) -> str:
+    return f"heartbeat/{rank}"
+
+
+def _end(why: str, end: Callable[[int], None] = os._exit) -> None:
+    """End at once: the thread that trains waits in a call that nothing else ends."""
+    text = f"flowalign: {why}, so this process ends, too; go on with --resume\n"
+    if not leave(1, text):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    end(1)

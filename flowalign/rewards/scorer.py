@@ -1,0 +1,136 @@
+"""Serve one reward model from a process of its own, which ends with the process that started it."""
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowalign.rewards.client import RewardClient
+from flowalign.rewards.config import rewards_of
+from flowalign.rewards.listening import bound
+from flowalign.types import RewardSpec
+from flowalign.utils.lifeline import tied
+
+TOKEN = "FLOWALIGN_REWARD_TOKEN"
+_UNLIMITED = {
+    "max_wait_ms": 0,  # its one client waits for each answer
+    "max_request_mb": 65536,
+    "max_picture_mp": 5000,
+    "max_request_mp": 5000,
+    "max_held_mb": 262144,
+}
+"""Limits of a server that nobody else can reach."""
+_LINES = 3
+_SECONDS_TO_END = 10.0
+
+
+def declared(reward: Mapping[str, Any]) -> RewardSpec:
+    """Return what a reward model declares, by constructing it here; its weights are not read.
+
+    Raises:
+        ConfigError: It cannot be imported here, or its settings are wrong.
+    """
+    (model,), _ = rewards_of({"rewards": [dict(reward)]}, str(reward.get("class_path")))
+    return model.spec
+
+
+class Scorer:
+    """Starts a process that serves one reward model on the loopback.
+
+    `device` is `cpu`, or `cuda:N` as this process counts; null: this process's own. A random token
+    in the environment keeps other users of the machine out.
+    """
+
+    def __init__(
+        self, reward: Mapping[str, Any], python: str, device: str | None, seconds: float
+    ) -> None:
+        self.name = str(reward["class_path"]).rpartition(".")[2]
+        self.seconds, self.token = seconds, secrets.token_urlsafe(32)
+        folder = tempfile.TemporaryDirectory(prefix="flowalign-", ignore_cleanup_errors=True)
+        self._log, file = Path(folder.name, "log"), Path(folder.name, "rewards.yaml")
+        file.write_text(json.dumps({"rewards": [dict(reward)]}), encoding="utf-8")
+        environment = {**os.environ, TOKEN: self.token, **_visible(device)}
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):  # it is none of the ranks
+            environment.pop(name, None)
+        with bound("127.0.0.1", 0) as listening, self._log.open("wb") as log:
+            self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+            arguments = tied(environment)
+            arguments["pass_fds"] += (listening.fileno(),)
+            self.process = subprocess.Popen(
+                [*_command(python, file, seconds), "--socket", str(listening.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                process_group=0,  # the terminal's Ctrl-C is for us, who may finish a step
+                **arguments,
+            )
+        self._end = weakref.finalize(self, _end, self.process, folder)
+
+    def ready(self, seconds: float) -> RewardClient:
+        """Return a client of the model once it is loaded, within `seconds`.
+
+        Raises:
+            ValueError: It could not be started or loaded, or not in time.
+        """
+        try:
+            RewardClient(self.url, None, seconds, self.token).wait_until_ready()
+        except ValueError as error:
+            why = self.ending() or str(error)
+            self.end()
+            raise ValueError(f"the scorer of {self.name} is of no use: {why}") from error
+        return RewardClient(self.url, None, self.seconds, self.token)
+
+    def ending(self) -> str:
+        """Return how the process ended, with its last words, if it does within a few seconds.
+
+        A connection breaks a moment before its process has ended.
+        """
+        try:
+            code = self.process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            return ""
+        how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        how += ", as the system does when memory runs out" * (code == -signal.SIGKILL)
+        said = self._log.read_text(errors="replace").splitlines()
+        return "\n".join([f"it {how}", *[line for line in said if line.strip()][-_LINES:]])
+
+    def end(self) -> None:
+        """End the process."""
+        self._end()
+
+
+def _command(python: str, file: Path, seconds: float) -> list[str]:
+    command = [python, "-m", "flowalign", "serve-reward", str(file)]
+    for name, value in {**_UNLIMITED, "deadline": seconds, "read_timeout": seconds}.items():
+        command += [f"--{name}", f"{value}"]
+    return command
+
+
+def _visible(device: str | None) -> dict[str, str]:
+    """Return the environment in which a process sees only this device."""
+    if device == "cpu":
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    if device is None and not torch.cuda.is_available():
+        return {}
+    number = torch.cuda.current_device() if device is None else int(device.partition(":")[2])
+    count = torch.cuda.device_count()
+    if number >= count:
+        raise ValueError(f"device of a scorer is {device}; this process sees {count} GPUs")
+    names = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return {"CUDA_VISIBLE_DEVICES": names.split(",")[number]}
+
+
+def _end(process: subprocess.Popen, folder: tempfile.TemporaryDirectory) -> None:
+    """Kill the process and what it started; it has nothing to save."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    folder.cleanup()

@@ -1,0 +1,147 @@
+"""Workers of a Ray cluster make the table of one process, also when one of them is killed."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flowalign.cli.main import main
+from flowalign.curation.scoring import job as scoring
+from flowalign.curation.scoring.job import BlockScorer, block_numbers
+from flowalign.curation.scoring.table import Parts
+from tests.fixtures.scoring_rewards import Brightness, picture
+
+pytest.importorskip("ray")
+COUNT = 2000
+
+
+def pictures(folder: Path, count: int) -> Path:
+    """Pictures of two shapes, of which one cannot be read; their prompts are their numbers."""
+    folder.mkdir()
+    rows = []
+    for k in range(count):
+        picture(folder / f"{k}.png", k, ((6, 4), (4, 6))[k % 2])
+        rows.append({"id": f"r{k}", "prompt": f"{k}", "images": [f"{k}.png"]})
+    (folder / f"{count // 3}.png").write_bytes(b"no picture")
+    file = folder / "data.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def score(
+    data: Path,
+    out: Path,
+    calls: Path,
+    *options: str,
+    dies_at: tuple[int, ...] = (),
+    code: int = 0,
+) -> str:
+    """Run `flowalign score` in a process of its own; return what it said."""
+    calls.mkdir()
+    file = out.parent / f"{out.name}.yaml"
+    about = {"folder": str(calls), "dies_at": list(dies_at)}
+    entry = {"class_path": "tests.fixtures.scorers.Mortal", "init_args": about}
+    other = {"class_path": "tests.fixtures.scoring_rewards.Brightness"}
+    file.write_text(yaml.safe_dump({"rewards": [entry, other]}))
+    command = [sys.executable, "-m", "flowalign", "score", data, "--rewards", file, "--out", out]
+    command += ["--format", "jsonl", "--workers", "1", *options]
+    done = subprocess.run(map(str, command), capture_output=True, text=True, timeout=600)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_loses_no_row_and_repeats_none(tmp_path):
+    data = pictures(tmp_path / "data", COUNT)
+    score(data, tmp_path / "plain", tmp_path / "plain_calls")
+    ray = "--executor", "ray", "--processes", "2"
+    score(data, tmp_path / "ray", tmp_path / "ray_calls", *ray, dies_at=(20,))
+    tables = [(tmp_path / name / "scores.jsonl").read_text() for name in ("plain", "ray")]
+    assert tables[0] == tables[1]
+    rows = [json.loads(line) for line in tables[1].splitlines()]
+    assert len({row["record"] for row in rows}) == len(rows) == COUNT
+    (failed,) = [row for row in rows if not row["brightness_valid"]]
+    assert failed["brightness"] is None
+    assert failed["reason"]
+    workers = {path.read_text().split()[0] for path in (tmp_path / "ray_calls").iterdir()}
+    assert len(workers) == 3, "two workers, and the one in place of the killed one"
+
+
+@pytest.mark.slow
+def test_workers_that_always_die_end_the_job(tmp_path):
+    data = pictures(tmp_path / "data", 9)
+    ray = "--executor", "ray", "--processes", "1"
+    said = score(data, tmp_path / "out", tmp_path / "calls", *ray, dies_at=(-1,), code=1)
+    assert "a worker died more than 3 times" in said
+    assert len(list((tmp_path / "calls").iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_a_cluster_of_this_machine_listens_on_the_loopback_only_and_reports_nothing():
+    pytest.importorskip("psutil")
+    code = """
+import os, psutil
+from flowalign.curation.scoring.ray_data import Cluster
+with Cluster(1)._connected():
+    here = psutil.Process()
+    found = [c for p in (here, *here.children(True)) for c in p.net_connections("inet")]
+    print(sorted({c.laddr.ip for c in found if c.status == "LISTEN"}))
+    print(os.environ["RAY_USAGE_STATS_ENABLED"])
+"""
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout
+    addresses, usage = said.splitlines()
+    assert set(ast.literal_eval(addresses)) <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert addresses != "[]"
+    assert usage == "0"
+
+
+def test_blocks_are_scored_in_any_order_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(scoring, "RECORDS_PER_PART", 4)
+    data = pictures(tmp_path / "data", 14)
+    from flowalign.data.readers import open_dataset
+
+    def job(folder: str, log: str = ""):
+        model = Brightness(log)
+        model.load()
+        return scoring.Job(open_dataset(str(data)), [model], tmp_path / folder, 3, 1, 14)
+
+    whole, some = job("whole"), job("some", str(tmp_path / "log"))
+    scoring.run(whole, lambda stats, speed: None, scoring.Speed())
+    assert block_numbers(some) == [0, 1, 2, 3]
+    worker = BlockScorer(some)
+    for block in (2, 3, 0, 2, 1):
+        worker.score(block)
+    rows = [list(Parts(what.folder / "parts").rows(range(4))) for what in (whole, some)]
+    assert rows[0] == rows[1]
+    assert len((tmp_path / "log").read_text().splitlines()) == 13
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--address", "auto"], "--address auto needs --executor ray"),
+        (["--executor", "ray", "--shard", "0/2"], "exclude each other"),
+        (["--executor", "ray", "--processes", "9999"], "give at most"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(tmp_path, capsys, options, message):
+    rewards = "reward_models.jpeg.JpegSize"
+    words = ["score", "x", "--rewards", rewards, "--out", str(tmp_path / "out"), *options]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_missing_ray_is_refused_with_its_extra(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    words = ["score", "x", "--rewards", "y", "--out", str(tmp_path / "out"), "--executor", "ray"]
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    assert "pip install 'flowalign[ray]'" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""A process that neither answers nor ends is lost after a number of beats, and ends the others."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from flowalign.distributed import heartbeat
+from flowalign.distributed.failures import first_failure
+from flowalign.distributed.heartbeat import Heartbeat, Silence
+from tests.fixtures.ranks import joined
+
+
+def test_only_a_number_that_stands_still_for_so_many_beats_is_lost():
+    silence = Silence(3)
+    beats = [
+        {1: b"1", 3: b"1"},
+        {1: b"1", 3: b"2"},
+        {1: b"1", 3: b"3"},
+        {1: b"2", 3: b"3"},
+        {1: b"2", 3: b"3"},
+        {1: b"3", 3: b"3"},
+    ]
+    assert [silence.lost(found) for found in beats] == [[], [], [], [], [], [3]]
+    assert silence.lost({1: b"4", 3: b"4"}) == []
+
+
+def test_a_process_that_left_is_never_lost():
+    silence = Silence(2)
+    assert [silence.lost({1: b"left"}) for _ in range(5)] == [[]] * 5
+
+
+def test_a_process_that_ends_says_that_it_left(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    beating = Heartbeat(store, 0, 1)
+    beating.thread.start()
+    beating._leave()
+    assert not beating.thread.is_alive()
+    assert store.get("heartbeat/0") == b"left"
+
+
+def test_the_end_is_told_and_at_once(tmp_path, monkeypatch, capsys):
+    codes = []
+    heartbeat._end("process 3 has not answered for 300 seconds", codes.append)
+    assert "process 3 has not answered for 300 seconds" in capsys.readouterr().err
+    assert codes == [1]
+
+
+def _stopped(rank: int, folder: str, world: int) -> None:
+    heartbeat.BEAT_S, heartbeat.MISSED = 0.2, 10
+    processes = joined(rank, world, folder)
+    processes.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.2 * rank)
+    processes.barrier()
+    sys.exit("the barrier was passed")
+
+
+@pytest.mark.slow
+def test_a_process_that_stands_still_ends_the_others_with_a_message(tmp_path):
+    context = mp.start_processes(
+        _stopped, (str(tmp_path), 3), nprocs=3, start_method="fork", join=False, daemon=True
+    )
+    start = time.monotonic()
+    for rank in (0, 2):
+        context.processes[rank].join(60)
+    seconds = time.monotonic() - start
+    context.processes[1].kill()  # first, because the end of this process waits for it
+    assert [context.processes[rank].exitcode for rank in (0, 2)] == [1, 1]
+    assert seconds < 40
+    code, text = first_failure(Path(tmp_path)) or (0, "")
+    assert code == 1
+    assert "process 1 has not answered for 2 seconds, so this process ends" in text
