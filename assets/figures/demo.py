@@ -42,10 +42,10 @@ def _training(axes, folders: list[Path]) -> None:
     for folder in folders:
         rows = [r for r in read_metrics(folder) if "reward/strict" in r]
         y = np.array([r["reward/strict"] for r in rows])
-        width = min(10, len(y))
+        width = min(4, len(y))
         smooth = np.convolve(y, np.ones(width) / width, mode="valid")
         axes.plot(range(width - 1, len(y)), smooth, lw=1.4, alpha=0.9)
-    axes.set(xlabel="step", title="training: strict, mean of 10 steps")
+    axes.set(xlabel="step", title="training: strict, mean of 4 steps")
     axes.grid(alpha=0.3)
 
 
