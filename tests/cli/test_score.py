@@ -14,6 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from flowalign.cli import score as score_command
+from flowalign.cli import shards
 from flowalign.curation.scoring import job as scoring
 from flowalign.utils.errors import ConfigError
 from tests.fixtures.scoring_rewards import Brightness, picture
@@ -195,7 +196,7 @@ def test_each_of_several_processes_gets_the_same_options(tmp_path):
             "0.5",
         ]
     )
-    command = score_command._shard_command(args, 1)
+    command = shards._shard_command(args, 1)
     again = parser.parse_args(command[3:])
     assert (again.shard, again.processes) == ((1, 3), 1)
     same = set(vars(args)) - {"shard", "processes"}
