@@ -28,7 +28,7 @@ from pipelines.speed import check_attention, set_attention, usable_attention
 
 Figures = dict[str, float | str]
 """Figures by name; "failed" is the message of what could not be measured."""
-REPEATS = 5
+REPEATS = 3
 """Evaluations of which the median is taken."""
 
 

@@ -67,9 +67,9 @@ SMALL = Size(
 )
 MEDIUM = Size(
     "cpu",
-    sd3={"layers": 6, "heads": 12, "joint": 768, "dual": 0, "vae": 32, "pooled": 64, "grid": 64},
-    wan={"layers": 6, "heads": 6, "text": 768, "vae": 16},
-    side=256,
+    sd3={"layers": 4, "heads": 8, "joint": 512, "dual": 0, "vae": 32, "pooled": 64, "grid": 64},
+    wan={"layers": 4, "heads": 4, "text": 512, "vae": 16},
+    side=128,
     tokens=16,
     video=(64, 64, 9),
     num_steps=6,

@@ -159,7 +159,9 @@ def state(folder, step=3):
 def assert_close(ours, theirs, tolerance=1e-6):
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, atol=tolerance, rtol=0, msg=name)
+        torch.testing.assert_close(
+            ours[name], value, atol=tolerance, rtol=0, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def saved(folder, step=3):
@@ -259,7 +261,9 @@ def test_a_teacher_of_all_weights_is_the_same_in_parts(tmp_path, made, monkeypat
         run(tmp_path / str(world), ["taught"], world, sharding=sharding, **ALL) / "taught"
         for world, sharding in ((1, {}), (2, BLOCKS))
     )
-    assert_close(saved(two), saved(one))
+    plain, found = saved(made("DPO", 1, trained="all")), saved(one)
+    assert max(float((found[n] - plain[n]).abs().max()) for n in found) > 1e-4, "it teaches nothing"
+    assert_close(saved(two), found, tolerance=1e-5)  # it pulls hard, and so does rounding
 
 
 @slow
