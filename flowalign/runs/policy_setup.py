@@ -1,6 +1,7 @@
 """Load a policy as a run file asks: in fewer bits, faster by name, and sharded over processes."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from flowalign.types import (
     Policy,
     Quantizable,
     Quantization,
+    Request,
     Shardable,
     Sharding,
     Speed,
@@ -182,6 +184,12 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes) -> None:
         policy.original = copy.deepcopy(policy.denoiser).requires_grad_(False)
         networks.append((policy.original, policy.blocks(policy.original)))
     shard(networks, processes, sharding.shard_degree or processes.world)
+
+
+def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
+    """Encode what the prompt cache of a loaded policy lacks of these, and free the encoders."""
+    if isinstance(policy, EncodesApart) and isinstance(policy.prompt_store, StoredPrompts):
+        policy.prompt_store.prepare(policy, [*policy.probes(), *requests], processes)
 
 
 def _load(policy: Policy, speed: Speed, processes: Processes) -> None:
