@@ -6,9 +6,10 @@ run, settings = load("configs/shapes.yaml", ["--num_steps", "10"])
 summary = train(start(run, settings, print))
 """
 
-from flowalign.runs.config import Ema, Run, load
+from flowalign.runs.config import Run, load
 from flowalign.runs.plan import plan
 from flowalign.runs.session import Session, start
 from flowalign.runs.steps import train
+from flowalign.training.ema import Ema
 
 __all__ = ["Ema", "Run", "Session", "load", "plan", "start", "train"]

@@ -4,28 +4,33 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import yaml
-from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser
 
-from flowalign.data.latents.prompt_store import StoredPrompts
 from flowalign.data.requests import located_requests, read_requests
 from flowalign.distributed.processes import Processes
 from flowalign.rewards.composite import Rewards
 from flowalign.runs.compose import compose, origin_of
 from flowalign.runs.convert import is_old, run_folder
 from flowalign.runs.mistakes import readable
-from flowalign.runs.policy_setup import Setup, check_device, check_setup, load_policy
+from flowalign.runs.parsing import Parser, parsed_settings, with_dashes
+from flowalign.runs.policy_setup import (
+    Setup,
+    check_device,
+    check_setup,
+    encode_prompts,
+    load_policy,
+)
 from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.ema import Ema
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.fit import check_requests
 from flowalign.training.learner import Optimizer
 from flowalign.training.recipe import Recipe, RunContext
 from flowalign.types import (
     Dressing,
-    EncodesApart,
     Offload,
     Offloadable,
     Policy,
@@ -37,30 +42,12 @@ from flowalign.types import (
 )
 from flowalign.utils.costs import Costs
 from flowalign.utils.errors import ConfigError
-from flowalign.utils.ranges import Decay, FiniteFloat, PositiveInt, Seed, out_of_range
+from flowalign.utils.ranges import FiniteFloat, PositiveInt, Seed, out_of_range
 from flowalign.utils.setting_groups import (
     check_arguments,
     check_groups,
-    set_null,
     with_whole_option,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ema:
-    """Configures averaged weights, which are evaluated and saved beside the live ones."""
-
-    decay: Decay = 0.9
-    """Decay of the average, in [0, 1). Default: 0.9, as in Flow-GRPO's code."""
-    every: PositiveInt = 1
-    """Optimizer updates between two averagings. Flow-GRPO's code: 8."""
-
-    def __post_init__(self) -> None:
-        """Reject settings that average nothing, before weights are read."""
-        if not 0 <= self.decay < 1 or self.every < 1:
-            raise ValueError(
-                f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +162,11 @@ class Run:
 
         Words beside prompts that are drawn at training are encoded when they are.
         """
-        store = self.policy.prompt_store if isinstance(self.policy, EncodesApart) else None
-        if isinstance(store, StoredPrompts) and isinstance(self.policy, EncodesApart):
+        if self.prompt_cache is not None:
             found = [one for path in self.prompt_files for one in read_requests(path)]
             dressing = self.dressing
             asked = [dressing.at_sampling(one) for one in found] if dressing else found
-            probes = self.policy.probes()
-            store.prepare(self.policy, [*probes, *(one.plain for one in asked)], processes)
+            encode_prompts(self.policy, [one.plain for one in asked], processes)
 
     def _check_guidance(self) -> None:
         guided = self.evaluation and self.evaluation.reward_guidance
@@ -280,12 +265,12 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
             f"{shown} is a run file of flowalign 0.1; convert it once: "
             f"flowalign convert {' '.join(map(run_folder, names))}"
         )
-    parser, dashed = _parser(), _with_dashes(overrides)
+    parser, dashed = _parser(), with_dashes(overrides)
     given = {option.lstrip("-").partition("=")[0] for option in dashed if option.startswith("-")}
     origins = {**composed.origins, **dict.fromkeys(given, "command line")}
     try:
         check_arguments(composed.values)
-        parsed = _parsed(parser, composed.values, dashed)
+        parsed = parsed_settings(parser, composed.values, dashed)
         check_groups(parsed.as_dict(), parser)
         for key, what in out_of_range(parsed, Run):
             raise ConfigError(f"{origin_of(origins, key) or shown}: {key} is {what}")
@@ -300,49 +285,9 @@ def load_with_origins(configs: str | Sequence[str], overrides: Sequence[str] = (
     return Loaded(run, text, origins)
 
 
-class _Parser(ArgumentParser):
-    """Takes no abbreviated names, in the parsers of components neither, which are made of it."""
-
-    def __init__(self, *args: Any, allow_abbrev: bool = False, **kwargs: Any) -> None:
-        super().__init__(*args, allow_abbrev=allow_abbrev, **kwargs)
-
-
 @cache
 def _parser() -> ArgumentParser:
-    parser = _Parser(prog="flowalign train", exit_on_error=False)
+    parser = Parser(prog="flowalign train", exit_on_error=False)
     parser.add_argument("--config", action="config")
     parser.add_class_arguments(Run, None, fail_untyped=True)
     return parser
-
-
-def _parsed(parser: ArgumentParser, values: Mapping[str, Any], dashed: Sequence[str]) -> Namespace:
-    """Return the settings of files and overrides; those that become null are set at the end."""
-    file = ["--config", yaml.safe_dump(values, sort_keys=False)]
-    keys = [option.partition("=")[0].lstrip("-") for option in dashed]
-    nulls = {
-        option: key
-        for place, (option, key) in enumerate(zip(dashed, keys, strict=True))
-        if option.partition("=")[2] in _NULLS
-        and not any(f"{later}.".startswith(f"{key}.") for later in keys[place + 1 :])
-    }
-    others = [option for option in dashed if option not in nulls]
-    parsed = parser.parse_args([*file, *others])
-    if unknown := [option for option, key in nulls.items() if not set_null(parsed, key)]:
-        parsed = parser.parse_args([*file, *others, *unknown])
-        for key in nulls.values():
-            set_null(parsed, key)
-    return parsed
-
-
-_NULLS = ("null", "~")
-
-
-def _with_dashes(overrides: Sequence[str]) -> list[str]:
-    """Accept `a.b=c` and `--a.b c` as well as `--a.b=c`, which no value of `c` can break."""
-    dashed: list[str] = []
-    for part in overrides:
-        if part.startswith("--") or not dashed or "=" in dashed[-1]:
-            dashed.append(part if part.startswith("-") or "=" not in part else f"--{part}")
-        else:
-            dashed[-1] += f"={part}"
-    return dashed

@@ -1,5 +1,6 @@
 """Load a policy as a run file asks: in fewer bits, faster by name, and sharded over processes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from flowalign.types import (
     Policy,
     Quantizable,
     Quantization,
+    Request,
     Shardable,
     Sharding,
     Speed,
@@ -185,6 +187,12 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
     shards = shard(policy.networks(), processes, sharding.shard_degree or processes.world)
     if empty is not None:
         policy.twin = partial(shards.twin, policy.denoiser, empty, policy.blocks)
+
+
+def encode_prompts(policy: Policy, requests: Sequence[Request], processes: Processes) -> None:
+    """Encode what the prompt cache of a loaded policy lacks of these, and free the encoders."""
+    if isinstance(policy, EncodesApart) and isinstance(policy.prompt_store, StoredPrompts):
+        policy.prompt_store.prepare(policy, [*policy.probes(), *requests], processes)
 
 
 def _load(policy: Policy, speed: Speed, processes: Processes, costs: Costs) -> None:

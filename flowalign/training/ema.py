@@ -8,7 +8,30 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from flowalign.utils.ranges import Decay, NonNegativeFloat, NonNegativeInt, UnitInterval
+from flowalign.utils.ranges import (
+    Decay,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    UnitInterval,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema:
+    """Configures averaged weights, which are evaluated and saved beside the live ones."""
+
+    decay: Decay = 0.9
+    """Decay of the average, in [0, 1). Default: 0.9, as in Flow-GRPO's code."""
+    every: PositiveInt = 1
+    """Optimizer updates between two averagings. Flow-GRPO's code: 8."""
+
+    def __post_init__(self) -> None:
+        """Reject settings that average nothing, before weights are read."""
+        if not 0 <= self.decay < 1 or self.every < 1:
+            raise ValueError(
+                f"ema.decay {self.decay}, every {self.every}: need 0 <= decay < 1, every >= 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,9 @@ class OffloadedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self._update(p, group)
+                    self._update(p, p.grad, group)
 
-    def _update(self, p: nn.Parameter, group: Mapping[str, Any]) -> None:
+    def _update(self, p: nn.Parameter, gradient: Tensor, group: Mapping[str, Any]) -> None:
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -49,7 +49,7 @@ class OffloadedAdamW(torch.optim.Optimizer):
         first, second = (state[name].to(p.device) for name in ("exp_avg", "exp_avg_sq"))
         adamw(
             [p],
-            [p.grad],
+            [gradient],
             [first],
             [second],
             [],

@@ -11,9 +11,10 @@ from flowalign import runs
 from flowalign.losses.matching.dpo import DPO, AutoBeta
 from flowalign.losses.matching.linear_dpo import LinearDPO
 from flowalign.reports import run_report as report
-from flowalign.runs.config import Ema, Run
+from flowalign.runs.config import Run
 from flowalign.training import checkpoint
 from flowalign.training.checkpoint import Checkpoints
+from flowalign.training.ema import Ema
 from flowalign.training.evaluate import Evaluation
 from flowalign.training.learner import Optimizer
 from flowalign.training.matching import loop
