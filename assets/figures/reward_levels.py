@@ -33,7 +33,7 @@ def asked(folder: Path, images: int) -> dict[str, Any]:
     torch.set_num_threads(run.threads or 1)
     rewards, processes = run.build_rewards(), join("cpu")
     run.load_rewards(rewards)
-    run.load_policy(processes.device)
+    run.load_policy(processes)
     cfg = Evaluation(prompts=HELD_OUT, num_prompts=images, num_steps=8, micro_batch=256)
 
     def measured(dressing: RewardLevels | None) -> dict[str, float]:

@@ -18,6 +18,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from flowalign.data.requests import read_requests
+from flowalign.distributed.processes import join
 from flowalign.runs.config import load
 from flowalign.sampling.search import Search, search
 from flowalign.types import Request
@@ -97,7 +98,7 @@ def main() -> None:
     """Measure and draw."""
     run, _ = load("configs/shapes.yaml")
     torch.set_num_threads(1)
-    run.load_policy(torch.device("cpu"))
+    run.load_policy(join("cpu"))
     rewards = run.build_rewards()
     run.load_rewards(rewards)
     scorer, requests = Scorer(run.policy, rewards), held_out(run)
