@@ -102,7 +102,8 @@ def _encoders(run: Run, model: ModelPlan) -> list[MemoryPart]:
             MemoryPart("text encoders", model.encoder_bytes, "encoding"),
         ]
     savings = _savings(model, "text encoders", 1)
-    savings |= {"prompt_cache: FOLDER": there} if isinstance(run.policy, EncodesApart) else {}
+    if there and isinstance(run.policy, EncodesApart):
+        savings |= {"prompt_cache: FOLDER": there}
     return [
         MemoryPart("text encoders and VAE", model.text_bytes, savings=savings),
         MemoryPart("text encoders", model.offloaded_bytes, "encoding"),

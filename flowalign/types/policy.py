@@ -35,7 +35,7 @@ class ModelPlan:
     """Number of parameters of the denoiser."""
     trainable: int
     """Number of parameters that are trained."""
-    bytes_per_parameter: float
+    bytes_per_parameter: int | float
     """Bytes of one parameter as it is stored, on average: in the policy's precision or less."""
     activation_bytes: int
     """Bytes kept for the backward pass, per sample of a micro-batch; a rough estimate."""
