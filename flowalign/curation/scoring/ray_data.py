@@ -139,7 +139,7 @@ class Cluster:
                 f"--processes is {self.workers}, but the cluster has {there.get('CPU', 0):g} cores"
             )
         gpus = int(there.get("GPU", 0))
-        return 1 / math.ceil(self.workers / gpus) if gpus else 0
+        return 1 / math.ceil(self.workers / gpus) if gpus else 0.0
 
 
 class _Worker:
