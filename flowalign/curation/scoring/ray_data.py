@@ -29,7 +29,8 @@ RESTARTS = 3
 """Number of times that a worker which died is started again, and that a block is scored again."""
 _BOUNDED = "max_restarts", "max_task_retries"
 """Ray's names of both, which are without bounds by default."""
-_SILENT = {"RAY_USAGE_STATS_ENABLED": "0"}
+_SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+"""No statistics for Ray's makers, and no workers that give way to all other programs."""
 _LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 """Ray's switch, of any system, for a cluster that listens on the loopback only."""
 
