@@ -195,6 +195,7 @@ def figure(content: dict[str, Any], place: Path) -> None:
         before = next(iter(ends(content, measure, 0).values()))[0]
         label = "learned reward" if measure == "learned" else measure
         dots(panel, ends(content, measure, -1), before, label)
+        panel.locator_params(axis="x", nbins=5)
     polished(fig, panels)
     fig.savefig(place)
 
