@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from flowalign.types import (
     Speed,
 )
 from flowalign.utils.costs import Costs
+
+_Able = TypeVar("_Able")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,24 +50,24 @@ def check_setup(policy: Policy, setup: Setup) -> None:
     _check_sharding(policy, setup)
     _check_offload(policy, setup)
     if setup.prompt_cache is not None:
-        if not isinstance(policy, EncodesApart):
-            raise ValueError(
-                f"prompt_cache is {setup.prompt_cache}, but {type(policy).__name__} is no "
-                "flowalign.types.EncodesApart policy; leave it out"
-            )
-        policy.check_prompt_store()
+        _able(policy, EncodesApart, f"prompt_cache is {setup.prompt_cache}").check_prompt_store()
+
+
+def _able(policy: Policy, kind: type[_Able], asked: str) -> _Able:
+    """Return the policy as what it must be for that which is asked; raises ValueError if not."""
+    if isinstance(policy, kind):
+        return policy
+    raise ValueError(
+        f"{asked}, but {type(policy).__name__} is no flowalign.types.{kind.__name__} policy; "
+        "leave it out"
+    )
 
 
 def _check_quantization(policy: Policy, setup: Setup) -> None:
     quantization = setup.quantization
     if quantization == Quantization():
         return
-    if not isinstance(policy, Quantizable):
-        raise ValueError(
-            f"quantization is {quantization}, but {type(policy).__name__} is no "
-            "flowalign.types.Quantizable policy; leave it out"
-        )
-    policy.check_quantization(quantization)
+    _able(policy, Quantizable, f"quantization is {quantization}").check_quantization(quantization)
     kind = quantization.denoiser
     if kind != "none" and setup.sharding.weights != "replicated":
         raise ValueError(
@@ -79,26 +82,15 @@ def _check_quantization(policy: Policy, setup: Setup) -> None:
 
 
 def _check_speed(policy: Policy, speed: Speed) -> None:
-    if speed == Speed():
-        return
-    if not isinstance(policy, Accelerated):
-        raise ValueError(
-            f"speed is {speed}, but {type(policy).__name__} is no "
-            "flowalign.types.Accelerated policy; leave it out"
-        )
-    policy.check_speed(speed)
+    if speed != Speed():
+        _able(policy, Accelerated, f"speed is {speed}").check_speed(speed)
 
 
 def _check_sharding(policy: Policy, setup: Setup) -> None:
     sharding = setup.sharding
     if sharding.weights == "replicated":
         return
-    if not isinstance(policy, Shardable):
-        raise ValueError(
-            f"sharding.weights is {sharding.weights}, but {type(policy).__name__} is no "
-            "flowalign.types.Shardable policy; leave it out"
-        )
-    policy.check_sharding()
+    _able(policy, Shardable, f"sharding.weights is {sharding.weights}").check_sharding()
     if setup.speed.compile:
         raise ValueError(
             f"speed.compile and sharding.weights {sharding.weights} exclude each other, as weights "
@@ -109,12 +101,7 @@ def _check_sharding(policy: Policy, setup: Setup) -> None:
 def _check_offload(policy: Policy, setup: Setup) -> None:
     if setup.offload == "none":
         return
-    if not isinstance(policy, Offloadable):
-        raise ValueError(
-            f"offload is {setup.offload}, but {type(policy).__name__} is no "
-            "flowalign.types.Offloadable policy; leave it out"
-        )
-    policy.check_offload()
+    _able(policy, Offloadable, f"offload is {setup.offload}").check_offload()
     others = {
         f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser,
         "speed.compile": "true" if setup.speed.compile else "none",
