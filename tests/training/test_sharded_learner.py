@@ -1,9 +1,6 @@
 """A whole network that is trained while processes share it: unequal work, clipping, averages."""
 
 import ctypes
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +14,7 @@ from flowalign.training.learner import Learner, Optimizer
 from flowalign.training.reference import WeightOverride
 from flowalign.types import Request
 from tests.fixtures.embedded import new_sd3
-from tests.fixtures.ranks import on_ranks
+from tests.fixtures.ranks import on_fresh_ranks, on_ranks
 from tests.fixtures.training import ALONE
 
 pytestmark = pytest.mark.slow
@@ -134,25 +131,11 @@ def _resident(name):
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
-FRESH = """
-from pathlib import Path
-from tests.fixtures.ranks import on_ranks
-from tests.training.test_sharded_learner import _peak
-print(*on_ranks(_peak, {world}, Path({folder!r})), sep="\\n")
-"""
-"""Started anew: what earlier tests of a process have freed would be used again, and not be seen."""
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_a_process_of_two_takes_about_three_fifths_of_the_memory(tmp_path):
     """Six copies of the weights in float32 if they are whole, half of them if not: .59 in all."""
-
-    def peaks(world):
-        code = FRESH.format(world=world, folder=str(tmp_path / str(world)))
-        done = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
-        return [json.loads(f"[{line.strip(b'()').decode()}]") for line in done.stdout.splitlines()]
-
-    ((alone, parameters),), two = peaks(1), peaks(2)
+    ((alone, parameters),) = on_fresh_ranks(_peak, 1, tmp_path / "one")
+    peaks = [peak for peak, _ in on_fresh_ranks(_peak, 2, tmp_path / "two")]
     whole = 6 * 4 * parameters
     assert alone > 0.9 * whole, f"only {alone / 1e6:.0f} of {whole / 1e6:.0f} MB were seen"
-    assert max(peak for peak, _ in two) <= 0.65 * whole, f"{two} of {whole / 1e6:.0f} MB"
+    assert max(peaks) <= 0.65 * whole, f"{max(peaks) / 1e6:.0f} of {whole / 1e6:.0f} MB"
