@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from flowalign.types import ContextParallel
 from pipelines.folder import config_of
 from pipelines.quantization import networks_of
+from pipelines.speed import usable_attention
 
 _KNOWN = "pipelines.wan.Wan, wan_i2v.WanI2V, wan22.Wan22, wan22_i2v.Wan22I2V and WanTI2V"
 _FARTHEST = 64
@@ -54,15 +55,14 @@ class ContextParallelPolicy(ContextParallel):
                 f"{self.transformer_class.__name__} has no plan in diffusers, or it was not "
                 f"compared with the whole network; allowed here: 1. Others do: {_KNOWN}"
             )
-        if attention not in (known := _AttentionBackendRegistry._supports_context_parallel):
+        known = _AttentionBackendRegistry._supports_context_parallel
+        if attention not in known:
+            usable = ", ".join(sorted(known & {*usable_attention()}))
             raise ValueError(
-                f"{asked} speed.attention {attention!r} divides no tokens; "
-                f"allowed here: {', '.join(sorted(known))}"
+                f"{asked} speed.attention {attention!r} divides no tokens; allowed here: {usable}"
             )
         if self.lora is None:
             raise ValueError(f"{asked} policy.lora is null; train a LoRA, or set the degree to 1")
-        if self.gradient_checkpointing:
-            raise ValueError(f"{asked} {self.recomputing} is true; set one of them to its default")
         heads = config["num_attention_heads"]
         if heads % degree:
             raise ValueError(
