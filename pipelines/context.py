@@ -27,34 +27,27 @@ from pipelines.folder import config_of
 from pipelines.quantization import networks_of
 from pipelines.speed import usable_attention
 
+_COMPARED = ("WanTransformer3DModel",)
+"""Networks whose parts were compared with the whole: velocities and gradients."""
 _KNOWN = "pipelines.wan.Wan, wan_i2v.WanI2V, wan22.Wan22, wan22_i2v.Wan22I2V and WanTI2V"
 _FARTHEST = 64
 """Steps to other sizes after which none that would do is named."""
 
 
 class ContextParallelPolicy(ContextParallel):
-    """Lets several processes evaluate the networks of a `DiffusersPolicy`, which is one of these.
-
-    A family whose divided network is known to compute what the whole one computes, and its
-    gradients, tells the `divided` lengths.
-    """
-
-    def divided(
-        self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]
-    ) -> Mapping[str, int]:
-        """Return the lengths that processes divide, by what they are lengths of; empty: none."""
-        return {}
+    """Lets several processes evaluate the networks of a `DiffusersPolicy`, which is one of these."""
 
     def check_context(self: Any, degree: int, attention: str) -> None:
         asked = f"sharding.context_degree is {degree}, but"
-        config = config_of(self.pipeline_class, self.path, self.part)
-        lengths = _lengths(self, config)
-        if not lengths:
+        network = self.transformer_class.__name__
+        if network not in _COMPARED or self.replays_at_load:
             raise ValueError(
-                f"{asked} {type(self).__name__} divides no tokens: either "
-                f"{self.transformer_class.__name__} has no plan in diffusers, or it was not "
-                f"compared with the whole network; allowed here: 1. Others do: {_KNOWN}"
+                f"{asked} {type(self).__name__} divides no tokens: either {network} has no plan in "
+                f"diffusers, or it was not compared with the whole network; allowed here: 1. "
+                f"Others do: {_KNOWN}"
             )
+        config = config_of(self.pipeline_class, self.path, self.part)
+        tokens = _tokens(self, config)
         known = _AttentionBackendRegistry._supports_context_parallel
         if attention not in known:
             usable = ", ".join(sorted(known & {*usable_attention()}))
@@ -67,14 +60,13 @@ class ContextParallelPolicy(ContextParallel):
         if heads % degree:
             raise ValueError(
                 f"{asked} the {heads} heads of {self.path} are divided, too; "
-                f"allowed here: {_divisors(heads, *lengths.values())}"
+                f"allowed here: {_divisors(heads, tokens)}"
             )
-        for name, length in lengths.items():
-            if length % degree:
-                raise ValueError(
-                    f"{asked} the {length} {name} are no multiple of it; allowed here: "
-                    f"{_divisors(heads, *lengths.values())}{_other_sizes(self, config, degree)}"
-                )
+        if tokens % degree:
+            raise ValueError(
+                f"{asked} the {tokens} tokens of a clip are no multiple of it; allowed here: "
+                f"{_divisors(heads, tokens)}{_other_sizes(self, config, degree)}"
+            )
 
     def divide_context(self: Any, mesh: DeviceMesh, meet: Callable[[str], None]) -> None:
         group = mesh["ulysses"]
@@ -84,23 +76,27 @@ class ContextParallelPolicy(ContextParallel):
         for name in networks_of(self):
             network = self.pipe.components[name]
             network.register_forward_pre_hook(_Before(group, meet), with_kwargs=True)
-            _divide(network, ParallelConfig(context_parallel_config=config))
+            _divide(network, config)
 
 
 @contextmanager
 def undivided(networks: Sequence[Any]) -> Iterator[None]:
     """Let this process evaluate networks by itself inside this context."""
-    divided = [(network, network._parallel_config) for network in networks]
+    divided = {
+        network: network._parallel_config.context_parallel_config
+        for network in networks
+        if network._parallel_config is not None
+    }
     try:
-        for network, config in divided:
-            _divide(network, None) if config else None
+        for network in divided:
+            _divide(network, None)
         yield
     finally:
-        for network, config in divided:
-            _divide(network, config) if config else None
+        for network, config in divided.items():
+            _divide(network, config)
 
 
-def _divide(network: Any, config: ParallelConfig | None) -> None:
+def _divide(network: Any, config: ContextParallelConfig | None) -> None:
     """Divide a network as its class plans, or no longer.
 
     `enable_parallelism` of diffusers does so where there is an accelerator, and only there.
@@ -110,11 +106,12 @@ def _divide(network: Any, config: ParallelConfig | None) -> None:
     else:
         # diffusers 0.42.1 gathers by a name that torch 2.15 calls deprecated
         warnings.filterwarnings("ignore", ".*all_gather_tensor", FutureWarning)
-        apply_context_parallel(network, config.context_parallel_config, network._cp_plan)
-    network._parallel_config = config
+        apply_context_parallel(network, config, network._cp_plan)
+    parallel = ParallelConfig(context_parallel_config=config) if config else None
+    network._parallel_config = parallel
     for module in network.modules():
         if hasattr(getattr(module, "processor", None), "_parallel_config"):
-            module.processor._parallel_config = config
+            module.processor._parallel_config = parallel
 
 
 class _Before:
@@ -157,11 +154,9 @@ class _GradientOfAll(torch.autograd.Function):
         return gradient, None
 
 
-def _lengths(policy: Any, config: Mapping[str, Any]) -> Mapping[str, int]:
+def _tokens(policy: Any, config: Mapping[str, Any]) -> int:
     vae = config_of(policy.pipeline_class, policy.path, "vae")
-    if policy.transformer_class._cp_plan is None:
-        return {}
-    return policy.divided(policy.shape_of_latents(config, vae), config)
+    return policy.num_tokens(policy.shape_of_latents(config, vae), config)
 
 
 def _divisors(*numbers: int) -> str:
@@ -185,6 +180,6 @@ def _fits(policy: Any, config: Mapping[str, Any], degree: int, side: str, size: 
     other = copy(policy)
     setattr(other, side, size)
     try:
-        return not any(length % degree for length in _lengths(other, config).values())
+        return _tokens(other, config) % degree == 0
     except ValueError:  # the family makes no such size
         return False

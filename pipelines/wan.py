@@ -62,11 +62,6 @@ class Wan(VideoPolicy):
         """Return the number of input channels that the network gets beside those of the latents."""
         return 0
 
-    def divided(
-        self, latent_shape: tuple[int, ...], transformer: Mapping[str, Any]
-    ) -> Mapping[str, int]:
-        return {"tokens of a clip": self.num_tokens(latent_shape, transformer)}
-
     def latent_unit(self, vae: Mapping[str, Any]) -> tuple[int, int, int]:
         return vae["z_dim"], vae["scale_factor_temporal"], vae["scale_factor_spatial"]
 

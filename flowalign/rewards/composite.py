@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -223,9 +224,8 @@ class Scoring:
     @stage("reward")
     def result(self) -> RewardOutput:
         """Return all dimensions of all chunks, in order; raises RewardError."""
-        return self.rewards.processes.of_first(
-            self._scored() if self.rewards.processes.leads else None
-        )
+        scored: Any = self._scored() if self.rewards.processes.leads else None
+        return self.rewards.processes.of_first(scored)
 
     def _scored(self) -> RewardOutput:
         if self.batches:

@@ -2,7 +2,6 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -43,8 +42,7 @@ NFT = {
             "class_path": "flowalign.training.matching.ScoredGroups",
             "init_args": {
                 **{"prompts": PROMPTS, "prompts_per_step": 2, "weights": "old"},
-                "sampling": SAMPLING
-                | {"sde_window": {"class_path": "flowalign.sampling.NoSteps"}},
+                "sampling": SAMPLING | {"sde_window": {"class_path": "flowalign.sampling.NoSteps"}},
             },
         },
     },
