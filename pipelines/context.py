@@ -35,7 +35,7 @@ _FARTHEST = 64
 
 
 class ContextParallelPolicy(ContextParallel):
-    """Lets several processes evaluate the networks of a `DiffusersPolicy`, which this is, as one."""
+    """Lets several processes evaluate the networks of a `DiffusersPolicy`, which this is."""
 
     def check_context(self: Any, degree: int, attention: str) -> None:
         asked = f"sharding.context_degree is {degree}, but"
