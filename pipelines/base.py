@@ -13,6 +13,7 @@ from flowalign.functional.diffusion import norm
 from flowalign.types import Cond, ModelPlan, Saving, conditioning
 from flowalign.utils.files import bundled
 from pipelines.adapter_files import difference_of_copy, folded, load_into_pipeline
+from pipelines.context import ContextParallelPolicy, undivided
 from pipelines.decoding import DecodingPolicy, recompute_decoding
 from pipelines.encoders_apart import EncodersApart
 from pipelines.encoding import digest, only_frame, scaled_latents
@@ -40,6 +41,7 @@ class DiffusersPolicy(
     DecodingPolicy,
     AcceleratedPolicy,
     ShardablePolicy,
+    ContextParallelPolicy,
     QuantizedPolicy,
     OffloadedPolicy,
     EncodersApart,
@@ -217,7 +219,8 @@ class DiffusersPolicy(
         early = self.schedule(4)[1]
         sigma = torch.stack([early, early / 20])  # low noise may use another network
         trained = {part: self.pipe.components[part] for part in self.parts}
-        with torch.no_grad(), folded(trained.values()):
+        networks = [self.pipe.components[name] for name in networks_of(self)]
+        with torch.no_grad(), undivided(networks), folded(trained.values()):
             expected = self.velocity(x, sigma, cond)
             found = [_replayed(self, part, folder, x, sigma, cond) for part in trained]
         differences = [float((got - expected).abs().max()) for got in found]

@@ -14,6 +14,7 @@ from flowalign.cli.messages import (
 )
 
 if TYPE_CHECKING:
+    from flowalign.distributed.processes import Processes
     from flowalign.rewards.composite import Rewards
     from flowalign.runs.config import Run
 
@@ -29,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the metrics as a table and as a line of JSON, and return 0."""
-    from flowalign.distributed.processes import join
     from flowalign.runs.config import load
     from flowalign.training.evaluate import evaluate
     from flowalign.utils.console import table
@@ -43,10 +43,9 @@ def run(args: argparse.Namespace) -> int:
     if args.weights:
         _check_weights(Path(args.weights))
     if starts_others(args.processes):
-        _start_others(len(run_file.evaluation.items()), run_file.device, args)
-    processes = join(run_file.device)
+        _start_others(run_file, len(run_file.evaluation.items()), args)
     rewards = run_file.build_rewards()
-    _load(run_file, args.weights, rewards)
+    processes = _load(run_file, args.weights, rewards)
     given = run_file.evaluation, processes, run_file.dressing
     metrics = evaluate(run_file.policy, rewards, *given).metrics
     if processes.is_main:
@@ -55,18 +54,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _start_others(prompts: int, device: str, args: argparse.Namespace) -> None:
+def _start_others(run_file: "Run", prompts: int, args: argparse.Namespace) -> None:
     from flowalign.distributed.launch import relaunch
     from flowalign.distributed.processes import check_fits
+    from flowalign.runs.policy_setup import check_world
 
     try:
-        check_fits(args.processes, device)
+        check_fits(args.processes, run_file.device)
+        check_world(run_file.sharding, args.processes)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if prompts < args.processes:
+    if prompts < run_file.sharding.groups(args.processes):
         raise UsageError(
             f"--processes is {args.processes}, but evaluation has {prompts} samples; "
-            f"give at most {prompts}"
+            f"give at most {prompts * run_file.sharding.context_degree}"
         )
     relaunch(args.processes, args.words)
 
@@ -83,7 +84,7 @@ def _check_weights(folder: Path) -> None:
         raise UsageError(f"--weights {folder} is a folder without files")
 
 
-def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:
+def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> "Processes":
     import torch
 
     from flowalign.distributed.processes import join
@@ -91,9 +92,12 @@ def _load(run_file: "Run", weights: str | None, rewards: "Rewards") -> None:
     if run_file.threads:
         torch.set_num_threads(run_file.threads)
     try:
+        processes = join(run_file.device, run_file.sharding.context_degree)
+        rewards.processes = processes
         run_file.load_rewards(rewards)
-        run_file.load_policy(join(run_file.device))
+        run_file.load_policy(processes)
         if weights:
             run_file.policy.load_weights(weights)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    return processes

@@ -1,11 +1,16 @@
-"""Coordinate processes: ranks and devices, gathering small tensors, summing gradients."""
+"""Coordinate processes: ranks and devices, gathering small tensors, summing gradients.
+
+Ranks that compute the same samples together (`flowalign.distributed.context`) are one process to
+whoever shares out samples and gathers results: `rank` and `world` count such groups, and what a
+group has to say is said by its first rank.
+"""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
+from flowalign.distributed.context import Context, check_degree, context_of
 from flowalign.distributed.failures import FOLDER
 from flowalign.distributed.heartbeat import Heartbeat
 from flowalign.distributed.rendezvous import SOON, Rendezvous
@@ -26,15 +32,37 @@ class Processes:
     """Represents this process among its peers; every process must make all collective calls."""
 
     rank: int
+    """Place among those that hold different samples."""
     world: int
+    """Number of those that hold different samples."""
     device: torch.device
     rendezvous: Rendezvous | None = None
     """Where ranks wait for one another before a collective call; None: only in the call itself."""
+    context: Context | None = None
+    """Ranks that compute the same samples together; None: each computes its own."""
 
     @property
     def is_main(self) -> bool:
         """Return whether this process writes files and reports progress."""
-        return self.rank == 0
+        return self.rank == 0 and self.leads
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank is the first of those that compute the same samples."""
+        return self.context is None or self.context.place == 0
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of all ranks."""
+        return self.world * (self.context.degree if self.context else 1)
+
+    @property
+    def apart(self) -> "Processes":
+        """Return this rank among all ranks, for work that each does by itself."""
+        if self.context is None:
+            return self
+        rank = self.rank * self.context.degree + self.context.place
+        return replace(self, rank=rank, world=self.ranks, context=None)
 
     def share(self, items: Sequence[T]) -> Sequence[T]:
         """Return this rank's consecutive part of a list; in rank order the parts give the list."""
@@ -43,31 +71,27 @@ class Processes:
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Concatenate over ranks on the CPU, along the first axis, which may differ in length."""
-        if self.world == 1:
+        if self.ranks == 1:
             return tensor.cpu()
-        parts: list[Tensor] = [torch.empty(0)] * self.world
-        self._meet("gather")
-        dist.all_gather_object(parts, tensor.detach().cpu())
-        return torch.cat(parts)
+        return torch.cat(self._parts("gather", tensor.detach().cpu()))
 
     def total(self, mine: Mapping[str, float]) -> dict[str, float]:
         """Sum over ranks by name; a rank with nothing to add under a name still takes part."""
-        parts: list[Mapping[str, float]] = [mine]
-        if self.world > 1:
-            parts = [{}] * self.world
-            self._meet("total")
-            dist.all_gather_object(parts, dict(mine))
+        parts = self._parts("total", dict(mine))
         names = sorted({name for part in parts for name in part})
         return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
 
     def merged(self, mine: Mapping[K, T]) -> dict[K, T]:
         """Return the union over ranks, the same on all; the lowest rank with a key sets it."""
-        parts: list[Mapping[K, T]] = [mine]
-        if self.world > 1:
-            parts = [{}] * self.world
-            self._meet("merged")
-            dist.all_gather_object(parts, dict(mine))
+        parts = self._parts("merged", dict(mine))
         return {key: value for part in reversed(parts) for key, value in part.items()}
+
+    def of_first(self, value: T) -> T:
+        """Return the value of the first of the ranks that compute the same samples."""
+        if self.context is None:
+            return value
+        assert self.rendezvous is not None, "ranks that compute together meet"
+        return self.rendezvous.of_first(value)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the loss to go backward from, once all ranks that share trained weights begin."""
@@ -76,9 +100,10 @@ class Processes:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over ranks in one flat reduction; a parameter without one counts as 0.
 
-        Those of sharded parameters are summed over the ranks that share them already.
+        Those of sharded parameters are summed over the ranks that share them already. Ranks that
+        compute the same samples have parts of one gradient, which sum to it.
         """
-        if self.world == 1:
+        if self.ranks == 1:
             return
         parameters = list(parameters)
         self._meet("sum_gradients")  # first, because this rank may still add to others' passes
@@ -94,25 +119,34 @@ class Processes:
             g.copy_(part.view_as(g))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over ranks in place, and return it."""
-        if self.world > 1:
+        """Sum a tensor of gradients over all ranks in place, and return it."""
+        if self.ranks > 1:
             self._meet("sum")
             dist.all_reduce(tensor)
         return tensor
 
     def max_rank_difference(self, parameters: Iterable[nn.Parameter]) -> float:
         """Return the largest difference of a parameter's sum between ranks, 0 for equal weights."""
-        if self.world > 1:
+        if self.ranks > 1:
             self._meet("max_rank_difference")
         sums = torch.stack([whole(p.detach()).double().sum().cpu() for p in parameters])
-        gathered = self.gather(sums[None])
+        gathered = self.apart.gather(sums[None])
         return float((gathered.amax(0) - gathered.amin(0)).max())
 
     def barrier(self) -> None:
         """Wait for all other processes."""
-        if self.world > 1:
+        if self.ranks > 1:
             self._meet("barrier")
             dist.barrier()
+
+    def _parts(self, call: str, mine: T) -> list[T]:
+        """Return what every rank has, the first of each group speaking for it, in rank order."""
+        if self.ranks == 1:
+            return [mine]
+        parts: list[Any] = [None] * self.ranks
+        self._meet(call)
+        dist.all_gather_object(parts, mine if self.leads else None)
+        return parts[:: self.ranks // self.world]
 
     def _meet(self, call: str) -> None:
         if self.rendezvous:
@@ -144,11 +178,18 @@ def check_fits(processes: int, device: str = "auto") -> None:
         )
 
 
-def join(device: str = "auto") -> Processes:
-    """Join the processes that the launcher or torchrun started with this one, or run alone."""
+def join(device: str = "auto", context_degree: int = 1) -> Processes:
+    """Join the processes that the launcher or torchrun started with this one, or run alone.
+
+    `context_degree` consecutive ranks compute the same samples together.
+
+    Raises:
+        ValueError: The device is not there, or ranks would be left over.
+    """
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local, kind = int(os.environ.get("LOCAL_RANK", 0)), _kind(device)
     chosen = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    check_degree(context_degree, world)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
     if world > 1 and not dist.is_initialized():
@@ -157,7 +198,12 @@ def join(device: str = "auto") -> Processes:
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=SOON, store=store, rank=rank, world_size=world)
         Heartbeat(distributed_c10d._get_default_store(), rank, world).start()
-    return Processes(rank, world, chosen, _rendezvous() if world > 1 else None)
+    rendezvous = _rendezvous() if world > 1 else None
+    if rendezvous is None or context_degree == 1:
+        return Processes(rank, world, chosen, rendezvous)
+    context = context_of(context_degree, kind, rendezvous)
+    groups = rank // context_degree, world // context_degree
+    return Processes(*groups, chosen, rendezvous, context)
 
 
 @cache

@@ -6,13 +6,16 @@ announces every gathering, and every other collective call, before it makes it. 
 is served: who announced it goes on, the others only lend their part of that block, and all
 announce again. Ranks that have come to another collective lend until every rank has come to it.
 
+Ranks that compute the same samples together make the same calls: they tell one another which one
+comes next, and end with an error where they differ.
+
 Where trained weights are sharded, a backward pass reduces the gradient of every block, to which
 all ranks contribute: they begin it together, and whoever has none takes part without weight.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
@@ -20,6 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flowalign.distributed.evaluations import Evaluations
+
+T = TypeVar("T")
 
 PATIENCE = timedelta(hours=24)
 """Timeout of an announcement: a rank may encode for hours. One that dies closes its connections,
@@ -41,6 +46,7 @@ class Rendezvous:
         """Evaluations of the network whose trained weights are sharded; None if none are."""
         self.replicas: dist.ProcessGroup | None = None
         """Ranks with the same part of sharded trained weights; None if none are sharded."""
+        self._context: dist.ProcessGroup | None = None
 
     def share(self, groups: Sequence[Sequence[int]]) -> None:
         """Begin to announce gatherings in this rank's one of several groups of ranks.
@@ -52,6 +58,33 @@ class Rendezvous:
             made = _group(list(ranks))
             if dist.get_rank() in ranks:
                 self._sharers = made
+
+    def meet_in_groups(self, groups: Sequence[Sequence[int]]) -> None:
+        """Begin to keep this rank in step with those of its group, which compute together.
+
+        All ranks must call this.
+        """
+        for ranks in groups:
+            made = _group(list(ranks))
+            if dist.get_rank() in ranks:
+                self._context = made
+
+    def in_step(self, call: str) -> None:
+        """Return when all ranks of this one's group have come to this call.
+
+        Raises:
+            ConnectionError: Another process ended or cannot be reached.
+            RuntimeError: Ranks have come to different calls.
+        """
+        if self._context:
+            _agree(self._context, call)
+
+    def of_first(self, value: T) -> T:
+        """Return the value of the first rank of this one's group."""
+        self.in_step("of_first")
+        box = [value]
+        dist.broadcast_object_list(box, group=self._context, group_src=0)
+        return box[0]
 
     def gathering(self, block: int, backward: bool) -> None:
         """Return when all ranks are about to gather this block, lending others until then.
@@ -73,16 +106,14 @@ class Rendezvous:
             ConnectionError: Another process ended or cannot be reached.
             RuntimeError: Ranks have come to different calls.
         """
+        self.in_step(call)
         while self._wait(self._backward + 1) == self._backward:
             self._in_step().backward()
-        mine = crc32(call.encode())
-        if _least(self.everyone, mine, -mine) != [mine, -mine]:
-            calls = [""] * dist.get_world_size(self.everyone)
-            dist.all_gather_object(calls, call, group=self.everyone)
-            raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
+        _agree(self.everyone, call)
 
     def before_backward(self, loss: Tensor) -> Tensor:
         """Return the loss once all ranks begin a backward pass, or have come to another call."""
+        self.in_step("backward pass")
         if self.evaluations is None:
             return loss
         self._wait(self._backward)
@@ -123,6 +154,15 @@ class Rendezvous:
 def _group(ranks: list[int] | None) -> Any:
     """Make a group of these ranks, or of all, as every rank must; others get no use of it."""
     return dist.new_group(ranks, backend="gloo", timeout=PATIENCE)
+
+
+def _agree(group: dist.ProcessGroup, call: str) -> None:
+    """Return when all ranks of the group have come to this call; raise if to different ones."""
+    mine = crc32(call.encode())
+    if _least(group, mine, -mine) != [mine, -mine]:
+        calls = [""] * dist.get_world_size(group)
+        dist.all_gather_object(calls, call, group=group)
+        raise RuntimeError(f"ranks wait for one another in different calls: {calls}")
 
 
 def _least(group: dist.ProcessGroup, *mine: int) -> list[int]:

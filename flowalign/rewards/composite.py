@@ -3,11 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from flowalign.distributed.processes import ALONE, Processes
 from flowalign.rewards.checked import CheckedReward, OnFailure, RewardFailure, check_spec, load
 from flowalign.types import MediaBatch, Policy, Request, RewardModel, RewardOutput, prompts_of
 from flowalign.utils.console import say
@@ -29,6 +31,8 @@ class Rewards:
     """Counter of decodes and reward calls."""
     log: Callable[[str], None] = say
     """Shows a line about a reward that is waited for."""
+    processes: Processes = ALONE
+    """Processes of the run: of those that compute the same samples the first scores them."""
     dims: tuple[str, ...] = field(init=False)
     """Names of the R dimensions of all models."""
     weights: Float[Tensor, "R"] = field(init=False)
@@ -206,6 +210,8 @@ class Scoring:
         """Hand a chunk to the models' threads."""
         self.size += len(batch)
         self.rewards.costs.reward_calls += len(batch) * len(self.rewards.models)
+        if not self.rewards.processes.leads:
+            return
         compares = False
         for model, jobs in zip(self.rewards.models, self.jobs, strict=True):
             if "groups" in model.spec.needs:
@@ -218,6 +224,10 @@ class Scoring:
     @stage("reward")
     def result(self) -> RewardOutput:
         """Return all dimensions of all chunks, in order; raises RewardError."""
+        scored: Any = self._scored() if self.rewards.processes.leads else None
+        return self.rewards.processes.of_first(scored)
+
+    def _scored(self) -> RewardOutput:
         if self.batches:
             whole = MediaBatch.concat(self.batches)
             self.batches = []

@@ -88,7 +88,7 @@ class Run:
     speed: Speed = field(default_factory=Speed)
     """Attention backend and compilation of the trained network."""
     sharding: Sharding = field(default_factory=Sharding)
-    """Division of the weights among processes."""
+    """Division of the weights, or of the tokens, among processes."""
     offload: Offload = "none"
     """Where frozen weights of the trained network wait. none: on the device. layers: in main
     memory, from where those of each layer come to the GPU while it computes."""
@@ -115,6 +115,8 @@ class Run:
         self._check_guidance()
         rewards = self.build_rewards()
         self.recipe.check(self.context(rewards))
+        if self.sharding.context_degree > 1:
+            self.recipe.check_context()
         self._check_prompts(rewards)
 
     def _check_setup(self) -> None:

@@ -154,12 +154,16 @@ def decoding(run: Run, model: ModelPlan, batches: Mapping[str, int]) -> MemoryPa
 
 
 def update(run: Run, model: ModelPlan, evaluations_per_example: int) -> MemoryPart:
-    """Return what one micro-batch of the update keeps for its backward pass."""
+    """Return what one micro-batch of the update keeps for its backward pass.
+
+    Processes that divide the tokens keep a part of it each: a layer is computed for a process's
+    tokens, attention for its heads.
+    """
     micro_batch, each = run.recipe.micro_batch, evaluations_per_example
+    one = model.activation_bytes // run.sharding.context_degree
     savings = _savings(model, "activations", micro_batch * each)
-    savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * model.activation_bytes
-    total = micro_batch * each * model.activation_bytes
-    return MemoryPart("activations", total, "updating", savings)
+    savings["recipe.micro_batch: 1"] = (micro_batch - 1) * each * one
+    return MemoryPart("activations", micro_batch * each * one, "updating", savings)
 
 
 def available(device: str) -> int | None:

@@ -11,6 +11,7 @@ from flowalign.types import ModelPlan, shown
 def plan(run: Run, world: int = 1) -> dict[str, str]:
     """Return the rows of the plan table; raise ValueError for an unusable model or run file."""
     check_world(run.sharding, world)
+    world = run.sharding.groups(world)
     model = run.policy.plan()
     divided = run.sharding.weights != "replicated" and model.trainable == model.parameters
     check_kind(run.optimizer.kind, divided)
@@ -35,7 +36,7 @@ def plan(run: Run, world: int = 1) -> dict[str, str]:
 
 def memory_parts(run: Run, world: int = 1) -> list[MemoryPart]:
     """Return the parts of the memory that a run takes on each of `world` processes."""
-    model = run.policy.plan()
+    model, world = run.policy.plan(), run.sharding.groups(world)
     step = run.recipe.plan(run.context(run.build_rewards()), model, world)
     return _parts(run, model, step, world)
 

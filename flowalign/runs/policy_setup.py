@@ -1,4 +1,4 @@
-"""Load a policy as a run file asks: in fewer bits, faster by name, and sharded over processes."""
+"""Load a policy as a run file asks: in fewer bits, faster by name, and divided over processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,9 +9,11 @@ from typing import TypeVar
 import torch
 
 from flowalign.data.latents.prompt_store import StoredPrompts
+from flowalign.distributed.context import check_degree
 from flowalign.distributed.processes import Processes
 from flowalign.types import (
     Accelerated,
+    ContextParallel,
     EncodesApart,
     Offload,
     Offloadable,
@@ -48,6 +50,7 @@ def check_setup(policy: Policy, setup: Setup) -> None:
     _check_quantization(policy, setup)
     _check_speed(policy, setup.speed)
     _check_sharding(policy, setup)
+    _check_context(policy, setup)
     _check_offload(policy, setup)
     if setup.prompt_cache is not None:
         _able(policy, EncodesApart, f"prompt_cache is {setup.prompt_cache}").check_prompt_store()
@@ -98,6 +101,25 @@ def _check_sharding(policy: Policy, setup: Setup) -> None:
         )
 
 
+def _check_context(policy: Policy, setup: Setup) -> None:
+    degree = setup.sharding.context_degree
+    if degree == 1:
+        return
+    able = _able(policy, ContextParallel, f"sharding.context_degree is {degree}")
+    others = {
+        "speed.compile": setup.speed.compile,
+        f"quantization.denoiser {setup.quantization.denoiser}": setup.quantization.denoiser
+        != "none",
+        f"offload {setup.offload}": setup.offload != "none",
+    }
+    if excluded := [name for name, is_set in others.items() if is_set]:
+        raise ValueError(
+            f"sharding.context_degree {degree} and {excluded[0]} exclude each other, as they were "
+            "not tested together; set one of them to its default"
+        )
+    able.check_context(degree, setup.speed.attention)
+
+
 def _check_offload(policy: Policy, setup: Setup) -> None:
     if setup.offload == "none":
         return
@@ -134,11 +156,12 @@ def check_device(setup: Setup, device: torch.device) -> None:
 
 
 def check_world(sharding: Sharding, world: int) -> None:
-    """Refuse a number of processes that cannot share weights as asked.
+    """Refuse a number of processes that cannot share weights or sequences as asked.
 
     Raises:
         ValueError: Processes would be left over.
     """
+    check_degree(sharding.context_degree, world)
     degree = sharding.shard_degree
     if degree and world % degree:
         allowed = ", ".join(str(d) for d in range(1, world + 1) if world % d == 0)
@@ -149,7 +172,7 @@ def check_world(sharding: Sharding, world: int) -> None:
 
 
 def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs) -> None:
-    """Read the weights, make the network fast, and shard it: before any optimizer is built.
+    """Read the weights, make the network fast, and divide it: before any optimizer is built.
 
     Evaluations of the network, and of copies that are made of it, are counted in `costs`.
 
@@ -162,6 +185,10 @@ def load_policy(policy: Policy, setup: Setup, processes: Processes, costs: Costs
     sharding = setup.sharding
     if sharding.weights == "replicated" or processes.world == 1:
         _load(policy, setup.speed, processes, costs)
+        if processes.context:
+            assert isinstance(policy, ContextParallel), "the run file was checked"
+            assert processes.rendezvous is not None, "processes that compute together meet"
+            policy.divide_context(processes.context.mesh, processes.rendezvous.in_step)
         return
     from flowalign.distributed.sharding import hollow, shard
 

@@ -87,7 +87,7 @@ def start(
         raise ValueError("to resume a run and to overwrite it exclude each other")
     if run.threads:
         torch.set_num_threads(run.threads)
-    processes = join(run.device)
+    processes = join(run.device, run.sharding.context_degree)
     if resume:
         check = partial(check_resume, run, config, resume)
     else:
@@ -111,6 +111,7 @@ def _opened(
     """Load the weights and open the loop, for which a run that begins gets its directory."""
     folder, costs, messages = Path(run.output_dir), Costs(), Messages(log)
     rewards = run.build_rewards(costs)
+    rewards.processes = processes
     if processes.is_main:  # the others have no progress bar, and tell of long waits directly
         rewards.log = messages
     run.load_rewards(rewards)

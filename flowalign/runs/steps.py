@@ -90,7 +90,7 @@ def _steps(session: Session, tracker: Tracker | None, stop: Callable[[], int]) -
 
 def _asked(session: Session, stop: Callable[[], int]) -> int:
     """Return the signal that asked any process to stop, the same on all; 0 for none."""
-    return int(session.processes.gather(torch.tensor([stop()])).max())
+    return int(session.processes.apart.gather(torch.tensor([stop()])).max())
 
 
 def _is_due(run: Run, done: int) -> bool:
@@ -194,7 +194,7 @@ def _summary(
         **asdict(spent),
         **({"sampling_asks": asked} if (asked := shown(session.run.dressing)) else {}),
         "seed": session.run.seed,
-        "processes": session.processes.world,
+        "processes": session.processes.ranks,
     }
 
 

@@ -233,7 +233,9 @@ class Learner:
             if loss is None or not loss.requires_grad:
                 return 0.0
             grads = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-            return sum(float(g.abs().sum()) for g in grads if g is not None)
+            own = self.processes.context
+            whole_grads = (own.summed(g) if own else g for g in grads if g is not None)
+            return sum(float(g.abs().sum()) for g in whole_grads)
         if loss is not None and loss.requires_grad:
             self.backward(loss)
         self.processes.barrier()

@@ -145,6 +145,17 @@ class Recipe(ABC):
     def check(self, run: RunContext) -> None:
         """Raise ValueError for settings that no run can use, before any weight is read."""
 
+    def check_context(self) -> None:
+        """Check that processes may compute the samples of this recipe together.
+
+        Raises:
+            ValueError: `sharding.context_degree` was not tested with it, or it needs whole tokens.
+        """
+        raise ValueError(
+            f"sharding.context_degree was not tested with the recipe {type(self).__name__}; "
+            "set it to 1, or take PolicyGradient or Matching"
+        )
+
     @abstractmethod
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         """Return what a step on `world` processes does and takes.

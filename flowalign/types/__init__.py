@@ -67,7 +67,7 @@ from flowalign.types.reward_heads import (
     HeadNetwork,
     Refreshable,
 )
-from flowalign.types.sharding import Shardable, Sharding
+from flowalign.types.sharding import ContextParallel, Shardable, Sharding
 from flowalign.types.speed import Accelerated, Reduced, Speed
 from flowalign.types.trajectory import Cond, SharedRows, Trajectory
 from flowalign.types.transitions import BestTransition, Minibatch, PolicyLoss
@@ -103,6 +103,7 @@ __all__ = [
     "BestTransition",
     "Column",
     "Cond",
+    "ContextParallel",
     "Connected",
     "Connection",
     "CreditEstimator",

@@ -35,7 +35,7 @@ class TensorCache:
     """Caches rows of tensors by key, in a folder or, without one, in memory."""
 
     def __init__(self, folder: Path | None, processes: Processes = ALONE):
-        self.folder, self.processes = folder, processes
+        self.folder, self.processes = folder, processes.apart
         self.num_found = 0
         """Number of rows that `fill` found in the cache."""
         self.num_damaged = 0

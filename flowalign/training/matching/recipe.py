@@ -17,6 +17,7 @@ from flowalign.training.matching.settings import STEP_FIELD, Settings
 from flowalign.training.matching.source import DataSource
 from flowalign.training.matching.times import SamplerGrid
 from flowalign.training.recipe import Log, Loop, MemoryPart, Recipe, RecipePlan, RunContext
+from flowalign.training.rollouts.settings import RolloutSettings
 from flowalign.types import ModelPlan, Policy
 
 
@@ -51,6 +52,11 @@ class Matching(Settings, Recipe):
         self._check_references()
         self._check_points(run.policy)
         self.data.check(run)
+
+    @override
+    def check_context(self) -> None:
+        if isinstance(self.data, RolloutSettings):
+            self.data.refuse_features()
 
     @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:

@@ -54,6 +54,10 @@ class PolicyGradient(CreditedRollouts, Recipe):
         self.check_dressing(run)
 
     @override
+    def check_context(self) -> None:
+        self.refuse_features()
+
+    @override
     def plan(self, run: RunContext, model: ModelPlan, world: int) -> RecipePlan:
         return plan_step(self, self.calibration, run, model, world)
 

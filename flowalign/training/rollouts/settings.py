@@ -109,6 +109,14 @@ class RolloutSettings(Comparison, ABC):
         """Return the indices of the states whose features a rollout keeps."""
         return tuple(sorted(self.requirements(steps).observed))
 
+    def refuse_features(self) -> None:
+        """Raise ValueError for credit that reads features of all tokens on one process."""
+        if self.observed(self.window(0)):
+            raise ValueError(
+                f"{self.key}.credit reads features of the denoiser, whose tokens "
+                "sharding.context_degree divides: set it to 1, or take credit without a critic"
+            )
+
     def requirements(self, steps: Sequence[int]) -> CreditRequirements:
         """Return what the credit method needs from a rollout.
 

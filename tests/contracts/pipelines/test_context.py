@@ -1,0 +1,77 @@
+"""Two processes that divide the tokens of a network compute what one computes with all of them."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from flowalign.distributed.processes import join
+from pipelines.wan import Wan
+from pipelines.wan22 import Wan22
+from pipelines.wan22_i2v import Wan22I2V, WanTI2V
+from pipelines.weights import ATTENTION, Lora
+from tests.fixtures.embedded import move
+from tests.fixtures.families import requests_for
+from tests.fixtures.ranks import on_ranks
+from tests.fixtures.tiny_video import (
+    build_wan,
+    build_wan22,
+    build_wan22_5b,
+    build_wan22_i2v,
+    build_wan_i2v,
+    new_i2v,
+    new_video,
+)
+
+pytestmark = pytest.mark.slow
+EVERYWHERE = Lora(
+    rank=3,
+    alpha=7,
+    target_modules=(*ATTENTION, "ffn.net.2", "proj_out", "time_embedder.linear_1", "time_proj"),
+)
+"""Layers of blocks, and layers before the tokens are split and where they are gathered."""
+KINDS = {
+    "Wan": (build_wan, partial(new_video, Wan, guidance=2.0)),
+    "Wan of two networks": (build_wan22, partial(new_video, Wan22)),
+    "Wan of a first frame": (build_wan_i2v, new_i2v),
+    "Wan of two networks and a first frame": (build_wan22_i2v, partial(new_video, Wan22I2V)),
+    "Wan that recomputes activations": (
+        build_wan,
+        partial(new_video, Wan, gradient_checkpointing=True),
+    ),
+    "Wan with a time per token": (build_wan22_5b, partial(new_video, WanTI2V, height=64, width=64)),
+}
+
+
+def _computed(processes, new, folder, divided):
+    """A velocity, and gradients to the adapter and to a state, of a loss that weighs all tokens."""
+    policy = new(folder=folder, lora=EVERYWHERE)
+    move(policy)
+    if divided:
+        together = join("cpu", 2)
+        policy.divide_context(together.context.mesh, together.rendezvous.in_step)
+    cond = policy.encode(requests_for(policy, ["a red ball", "two cats on a sofa"]))
+    x = policy.noise(2, torch.Generator().manual_seed(1)).requires_grad_()
+    sigma = torch.tensor([0.95, 0.2])
+    once = x - 0.3 * policy.velocity(x, sigma, cond)
+    v = policy.velocity(once, sigma, cond)  # its gradient goes on through the first evaluation
+    weight = torch.randn(v.shape, generator=torch.Generator().manual_seed(2))
+    (weight * v).mean().backward()
+    grads = {n: p.grad for n, p in policy.denoiser.named_parameters() if p.requires_grad}
+    return v.detach(), {n: g for n, g in grads.items() if g is not None}, x.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_divided_tokens_give_the_velocity_and_the_gradients_of_whole_ones(tmp_path, kind):
+    build, new = KINDS[kind]
+    folder = build(tmp_path / "model")
+    ((v, grads, gradient),) = on_ranks(_computed, 1, tmp_path / "1", new, folder, False)
+    ranks = on_ranks(_computed, 2, tmp_path / "2", new, folder, True)
+    assert len(grads) > 20
+    for ours, _, to_state in ranks:
+        torch.testing.assert_close(ours, v, atol=1e-5, rtol=0)
+        torch.testing.assert_close(to_state, gradient, atol=1e-6, rtol=1e-4)
+    for name, g in grads.items():
+        parts = [found[name] for _, found, _ in ranks]
+        torch.testing.assert_close(sum(parts), g, atol=1e-6, rtol=1e-4, msg=name)
+        assert (parts[0] - g).abs().max() > 1e-3 * g.abs().max(), "one process has it all"
