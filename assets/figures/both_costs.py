@@ -1,4 +1,4 @@
-"""Train the methods of a study, draw strict against both costs, and tabulate.
+"""Train the methods of a study, draw their measure against both costs, and tabulate.
 
 Scripts that compare methods by network evaluations and by reward calls share this.
 """
@@ -18,6 +18,7 @@ from equal_cost import (
     compared,
     dots,
     finished,
+    histories,
     kept,
     options,
     polished,
@@ -34,11 +35,14 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     for name in args.only:
         tuned(study, args, name)
         compared(study, args, name)
-    return results(args.folder, finished(study, args.folder))
+    runs = finished(study, args.folder)
+    guards = {name: [name] for name in study.guards}
+    also = {"histories": histories(runs, guards)} if guards else {}
+    return results(args.folder, runs, study.metric) | also
 
 
 def figure(content: dict[str, Any], place: Path) -> None:
-    """Draw strict against both costs, with all seeds between, and the diversity at the end."""
+    """Draw the measure against both costs, with all seeds between, and the diversity at the end."""
     comparison = compare(content["metric"], methods_of(content))
     fig, panels = plt.subplots(1, 3, figsize=(14, 4.6), dpi=100, layout="constrained")
     draw(panels[0], comparison, "network_evaluations")
@@ -51,10 +55,19 @@ def figure(content: dict[str, Any], place: Path) -> None:
 
 def main(study: Study, description: str) -> None:
     """Run, draw and tabulate."""
-    args = options(description, study).parse_args()
+    report(study, options(description, study).parse_args())
+
+
+def report(study: Study, args: argparse.Namespace) -> None:
+    """Run, draw and tabulate what was asked for."""
     make = (lambda: made(study, args)) if args.folder else None
     content = kept(args.to / f"{study.name}.json", make)
     figure(content, args.to / f"{study.name}.png")
     print(tables(content))  # noqa: T201
     least = {"after training": content["smallest_final"], **content["smallest"]}
     print("smallest difference seen:", json.dumps(least))  # noqa: T201
+    for name, runs in content.get("histories", {}).items():
+        for guard in study.guards:
+            found = [[run["points"][i][guard] for run in runs] for i in (0, -1)]
+            before, after = ([f"{value:.3f}" for value in some] for some in found)
+            print(f"{name}: {guard} {before[0]} before, {' / '.join(after)} after")  # noqa: T201

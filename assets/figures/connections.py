@@ -141,7 +141,7 @@ def longer(args: argparse.Namespace) -> dict[str, Any]:
     for name, variant in VARIANTS.items():
         recipe = STUDY.settings.get(args.long, {}).get("recipe", {}) | variant
         more = {"recipe": recipe} if recipe else {}
-        evaluation = evaluated(args, steps, 2 * LENGTH)
+        evaluation = evaluated(STUDY, args, steps, 2 * LENGTH)
         overlay(args.folder / f"{name}.yaml", steps, rate, evaluation, more)
         compared(some, args, name)
     runs = finished(some, args.folder)

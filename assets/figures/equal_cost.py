@@ -27,8 +27,15 @@ HERE = Path(__file__).parent
 IMAGES = 512
 """Images of an evaluation."""
 TUNING_SEED = 100
-TRAIN = "assets/shapes/prompts/train.txt"
-HELD_OUT = {name: f"assets/shapes/prompts/{name}.txt" for name in ("seen", "unseen")}
+PROMPTS = "assets/shapes/prompts"
+
+
+def splits(folder: str = PROMPTS, *, held_out: bool = True) -> dict[str, str]:
+    """Return the prompts of an evaluation by the names of its splits.
+
+    Those of training have the names of held-out ones, as mappings of run files merge.
+    """
+    return {name: f"{folder}/{name if held_out else 'train'}.txt" for name in ("seen", "unseen")}
 
 
 def measured_steps(files: Sequence[str], place: Path, budget: int) -> int:
@@ -57,6 +64,12 @@ class Study:
     """Returns the steps of a budget, from run files and a folder for trials."""
     evaluations: int = 5
     """Evaluations of a run after its first."""
+    metric: str = "strict"
+    """Dimension by which rates are chosen and runs are compared."""
+    prompts: str = PROMPTS
+    """Folder of the prompts."""
+    guards: tuple[str, ...] = ()
+    """Further dimensions whose curves are kept."""
 
 
 def run(*argv: str) -> None:
@@ -93,9 +106,12 @@ def overlay(
     return str(place)
 
 
-def evaluated(args: argparse.Namespace, steps: int, times: int) -> dict[str, Any]:
+def evaluated(
+    study: Study, args: argparse.Namespace, steps: int, times: int | None = None
+) -> dict[str, Any]:
     """Return how a run that is compared is evaluated, so often after its first evaluation."""
-    return {"prompts": HELD_OUT, "num_prompts": args.images, "every": -(-steps // times)}
+    every = -(-steps // (times or study.evaluations))
+    return {"prompts": splits(study.prompts), "num_prompts": args.images, "every": every}
 
 
 def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
@@ -109,17 +125,15 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
     own.write_text(yaml.safe_dump(dict(more)))
     files = [*study.methods[name], *([str(own)] if more else [])]
     steps = study.steps(files, place, args.budget)
-    # Mappings of run files merge, so the splits keep their names.
-    prompts = dict.fromkeys(HELD_OUT, TRAIN)
     found = {}
     for rate in study.rates:
-        evaluation = {"prompts": prompts, "num_prompts": args.images}
+        evaluation = {"prompts": splits(study.prompts, held_out=False), "num_prompts": args.images}
         last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
         options = [*files, last, "--seed", str(TUNING_SEED)]
-        found[rate] = trained(place / f"{rate:g}", options)["after"]["strict"]
+        found[rate] = trained(place / f"{rate:g}", options)["after"][study.metric]
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
     best = max(found, key=found.__getitem__)
-    overlay(chosen, steps, best, evaluated(args, steps, study.evaluations), more)
+    overlay(chosen, steps, best, evaluated(study, args, steps), more)
     return chosen
 
 
@@ -127,7 +141,8 @@ def compared(study: Study, args: argparse.Namespace, name: str) -> None:
     """Train a method whose overlay is in the folder with every seed."""
     files = "+".join([*study.methods[name], str(args.folder / f"{name}.yaml")])
     seeds = [str(seed) for seed in args.seeds]
-    run("compare", files, "--seeds", *seeds, "--out", str(args.folder), "--jobs", str(args.jobs))
+    where = ["--out", str(args.folder), "--jobs", str(args.jobs), "--metric", study.metric]
+    run("compare", files, "--seeds", *seeds, *where)
 
 
 def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
@@ -144,12 +159,12 @@ def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
     return found
 
 
-def comparison(runs: Mapping[str, Sequence[Single]]) -> Comparison:
+def comparison(runs: Mapping[str, Sequence[Single]], metric: str = "strict") -> Comparison:
     """Compare finished runs."""
     methods = [
-        Method(name, tuple(curve(one, "strict") for one in some)) for name, some in runs.items()
+        Method(name, tuple(curve(one, metric) for one in some)) for name, some in runs.items()
     ]
-    return compare("strict", methods)
+    return compare(metric, methods)
 
 
 def histories(
@@ -173,9 +188,11 @@ def histories(
     return {name: [history(one) for one in some] for name, some in runs.items()}
 
 
-def results(folder: Path, runs: Mapping[str, Sequence[Single]]) -> dict[str, Any]:
+def results(
+    folder: Path, runs: Mapping[str, Sequence[Single]], metric: str = "strict"
+) -> dict[str, Any]:
     """Write `compare.*` of finished runs into their folder, and return its numbers."""
-    write_comparison(folder, comparison(runs))
+    write_comparison(folder, comparison(runs, metric))
     content = json.loads((folder / "compare.json").read_text())
     tuning = sorted((folder / "tuning").glob("*/found.json"))
     return {"tuning": {p.parent.name: json.loads(p.read_text()) for p in tuning}} | content
@@ -203,9 +220,11 @@ def polished(fig: Any, panels: Any) -> None:
     fig.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, handlelength=3)
 
 
-def options(description: str, study: Study) -> argparse.ArgumentParser:
-    """Return the options that scripts of comparisons have."""
-    parser = argparse.ArgumentParser(description=description)
+def options(
+    description: str, study: Study, parser: argparse.ArgumentParser | None = None
+) -> argparse.ArgumentParser:
+    """Return the options that scripts of comparisons have, added to a script's own."""
+    parser = parser or argparse.ArgumentParser(description=description)
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the runs")
     names = list(study.methods)
     parser.add_argument("--only", nargs="+", choices=names, default=names)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from equal_cost import HELD_OUT, HERE, trained
+from equal_cost import HERE, splits, trained
 
 from flowalign.distributed.processes import join
 from flowalign.dressing import RewardLevels
@@ -34,7 +34,7 @@ def asked(folder: Path, images: int) -> dict[str, Any]:
     rewards, processes = run.build_rewards(), join("cpu")
     run.load_rewards(rewards)
     run.load_policy(processes)
-    cfg = Evaluation(prompts=HELD_OUT, num_prompts=images, num_steps=8, micro_batch=256)
+    cfg = Evaluation(prompts=splits(), num_prompts=images, num_steps=8, micro_batch=256)
 
     def measured(dressing: RewardLevels | None) -> dict[str, float]:
         found = evaluate(run.policy, rewards, cfg, processes, dressing).metrics

@@ -2,34 +2,107 @@
 
     python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # goes on
     python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a slice
+    python assets/figures/step_credit.py runs/late --setting late --seeds 0 1 2 3 4
 
-All train the first two of six steps, which the probe finds best, with the same kernel, noise, step
-weights and loss. They differ in how a group's samples come apart and in what is credited. How
-methods are tuned and trained is in `equal_cost.py`. Writes `compare.*` of all runs that are
-finished into the folder, `step_credit.json` and `step_credit.png` beside this script, or into --to,
-and prints the tables. Without a folder it draws what is there.
+All methods of a setting train the same steps, with the same kernel, noise, step weights and loss.
+They differ in how a group's samples come apart and in what is credited. How methods are tuned and
+trained is in `equal_cost.py`. Writes `compare.*` of all runs that are finished into the folder,
+`step_credit*.json` and `step_credit*.png` of the setting beside this script, or into --to, and
+prints the tables. Without a folder it draws what is there.
 """
 
+import argparse
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from both_costs import main
-from equal_cost import Study
-from step_signal import ONE, arranged, window
+from both_costs import report
+from equal_cost import Study, options
+from step_signal import ONE, window
 
-EARLY: dict[str, Any] = window(0, 2) | {"num_steps": 6}
-RECIPES: dict[str, dict[str, Any]] = {
-    "outcome": {"sampling": EARLY},
-    "outcome_one_noise": {"sampling": EARLY | ONE},
-    "comb": arranged("Comb", 8),
+SHAPES = ("configs/shapes.yaml",)
+BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
+METHODS = ("outcome", "outcome_one_noise", "comb")
+JPEG = {
+    "rewards": [
+        {"class_path": "reward_models.jpeg.JpegSize"},
+        {"class_path": "reward_models.shapes.ShapesVerifier"},
+    ],
+    "reward_weights": {"compressibility": 1.0}
+    | dict.fromkeys(("strict", "colour", "shape", "count", "position", "clean"), 0.0),
 }
-STUDY = Study(
-    name="step_credit",
-    methods={name: ["configs/shapes.yaml"] for name in RECIPES},
-    settings={name: {"recipe": {"init_args": recipe}} for name, recipe in RECIPES.items()},
-    budget=52_800,
-    rates=(2e-3, 4e-3),
-)
+"""The size of an image's file as the reward, with the verifier as a guard that weighs nothing."""
+
+
+def recipes(
+    steps: int, start: int, stop: int, children: int, samples: int = 192
+) -> dict[str, dict[str, Any]]:
+    """Return outcomes of several noises and of one, and a comb of as many samples in a step."""
+    trained = window(start, stop) | {"num_steps": steps}
+    each = children * (stop - start)
+    comb = {"class_path": "flowalign.sampling.Comb", "init_args": {"children": children}}
+    group = {"samples_per_prompt": each, "seeds_per_prompt": 1, "branching": comb}
+    return {
+        "outcome": {"sampling": trained},
+        "outcome_one_noise": {"sampling": trained | ONE},
+        "comb": {
+            "credit": BRANCH,
+            "prompts_per_step": samples // each,
+            "sampling": trained | group,
+        },
+    }
+
+
+def study(
+    setting: str,
+    made: Mapping[str, Mapping[str, Any]],
+    *,
+    files: Sequence[str] = SHAPES,
+    more: Mapping[str, Any] | None = None,
+    methods: Sequence[str] = METHODS,
+    **changes: Any,
+) -> Study:
+    """Return the comparison of recipes in a setting, which `more` changes in the run files."""
+    return Study(
+        name="_".join(["step_credit", *([setting] if setting != "early" else [])]),
+        methods=dict.fromkeys(methods, files),
+        settings={name: {**(more or {}), "recipe": {"init_args": made[name]}} for name in methods},
+        **({"budget": 52_800, "rates": (2e-3, 4e-3)} | changes),
+    )
+
+
+FEW = ("outcome", "comb")
+STUDIES = {
+    "early": study("early", recipes(6, 0, 2, 8)),
+    "late": study(
+        "late", recipes(8, 5, 7, 8), more=JPEG, metric="compressibility", guards=("strict",)
+    ),
+    "steps20": study(
+        "steps20", recipes(20, 0, 6, 4), more={"evaluation": {"num_steps": 20}}, methods=FEW
+    ),
+    "guidance": study(
+        "guidance",
+        recipes(6, 0, 2, 8),
+        more={"policy": {"init_args": {"guidance": 2.5}}},
+        methods=FEW,
+    ),
+    "learned": study(
+        "learned", recipes(6, 0, 2, 8), files=["configs/shapes_learned.yaml"], methods=FEW
+    ),
+    "video": study(
+        "video",
+        recipes(6, 0, 2, 8),
+        files=["configs/models/shapes_video.yaml"],
+        methods=FEW,
+        prompts="assets/shapes_video/prompts",
+        rates=(1e-3, 2e-3),
+    ),
+}
 
 
 if __name__ == "__main__":
-    main(STUDY, __doc__.splitlines()[0])
+    description = __doc__.splitlines()[0]
+    first = argparse.ArgumentParser(description=description, add_help=False)
+    first.add_argument("--setting", choices=STUDIES, default="early")
+    asked = STUDIES[first.parse_known_args()[0].setting]
+    parser = argparse.ArgumentParser(description=description, parents=[first])
+    report(asked, options(description, asked, parser).parse_args())

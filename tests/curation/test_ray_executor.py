@@ -4,6 +4,8 @@ import ast
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -78,6 +80,42 @@ def test_workers_that_always_die_end_the_job(tmp_path):
     said = score(data, tmp_path / "out", tmp_path / "calls", *ray, dies_at=(-1,), code=1)
     assert "a worker died more than 3 times" in said
     assert len(list((tmp_path / "calls").iterdir())) == 4
+
+
+@pytest.mark.slow
+def test_a_machine_that_leaves_a_running_cluster_loses_no_row(tmp_path, monkeypatch):
+    for name in ("RAY_USAGE_STATS_ENABLED", "RAY_worker_niceness"):
+        monkeypatch.setenv(name, "0")
+    from ray.cluster_utils import Cluster
+
+    data, calls = pictures(tmp_path / "data", COUNT), tmp_path / "ray_calls"
+    score(data, tmp_path / "plain", tmp_path / "plain_calls")
+    node = {"num_cpus": 1, "node_ip_address": "127.0.0.1"}
+    cluster = Cluster(True, head_node_args=node | {"include_dashboard": False})
+    leaving = cluster.add_node(**node)
+
+    def processes() -> set[str]:
+        return {words[0] for path in calls.glob("*") if (words := path.read_text().split())}
+
+    def replace():
+        while len(processes()) < 2:
+            time.sleep(0.05)
+        cluster.remove_node(leaving, allow_graceful=False)
+        time.sleep(8)
+        cluster.add_node(**node)
+
+    replacing = threading.Thread(target=replace, daemon=True)
+    replacing.start()
+    try:
+        ray = "--executor", "ray", "--processes", "2", "--address", cluster.address
+        said = score(data, tmp_path / "ray", calls, *ray)
+        replacing.join(60)
+    finally:
+        cluster.shutdown()
+    assert "a machine left the cluster, which has 1 cores for 2 workers" in said
+    plain, ours = (tmp_path / name / "scores.jsonl" for name in ("plain", "ray"))
+    assert ours.read_text() == plain.read_text()
+    assert len(processes()) == 3, "two workers, and the one on the machine that came"
 
 
 @pytest.mark.slow

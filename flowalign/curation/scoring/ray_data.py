@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from flowalign.curation.scoring.job import (
 from flowalign.curation.scoring.stats import RunningStats, Speed
 from flowalign.curation.scoring.table import Parts
 from flowalign.rewards.checked import RewardFailure
+from flowalign.utils.console import say
 
 RESTARTS = 3
 """Number of times that a worker which died is started again, and that a block is scored again."""
+SECONDS_BETWEEN_LOOKS = 5
+"""Seconds between looks at how many cores the cluster has."""
 _BOUNDED = "max_restarts", "max_task_retries"
 """Ray's names of both, which are without bounds by default."""
 _SILENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -120,15 +124,43 @@ class Cluster:
             ray_remote_args_fn=lambda: dict.fromkeys(_BOUNDED, RESTARTS),
         )
         try:
-            for row in rows.iter_rows():
-                if row["wrong"]:
-                    raise ValueError(row["wrong"])
-                if row["failed"]:
-                    raise RewardFailure(row["failed"])
-                yield int(row["block"])
+            with self._watched():
+                for row in rows.iter_rows():
+                    if row["wrong"]:
+                        raise ValueError(row["wrong"])
+                    if row["failed"]:
+                        raise RewardFailure(row["failed"])
+                    yield int(row["block"])
         except RayError as error:
             why = str(error).strip().splitlines()[-1]
             raise RewardFailure(f"a worker died more than {RESTARTS} times: {why}") from error
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Say so when machines leave, as blocks of their workers wait until others come."""
+        import ray
+
+        ended = threading.Event()
+
+        def watch() -> None:
+            enough = True
+            while not ended.wait(SECONDS_BETWEEN_LOOKS):
+                before, cores = enough, ray.cluster_resources().get("CPU", 0)
+                enough = cores >= self.workers
+                if before and not enough:
+                    say(
+                        f"a machine left the cluster, which has {cores:g} cores for "
+                        f"{self.workers} workers: waiting for another; stopped and "
+                        f"repeated with --processes {cores:g}, this command goes on at once"
+                    )
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join()
 
     def _share_of_gpu(self) -> float:
         """Return what a worker gets of a GPU; raises ValueError if there are too few cores."""
