@@ -1,14 +1,14 @@
-"""Compare outcomes with credit of single steps where both train the same steps, at equal cost.
+"""Compare outcomes with credit of single steps, and weights of steps, at equal cost.
 
     python assets/figures/step_credit.py runs/step_credit --seeds 0 1 2 3 4         # goes on
     python assets/figures/step_credit.py runs/step_credit --only comb --seeds 0     # a slice
     python assets/figures/step_credit.py runs/late --setting late --seeds 0 1 2 3 4
 
-All methods of a setting train the same steps, with the same kernel, noise, step weights and loss.
-They differ in how a group's samples come apart and in what is credited. How methods are tuned and
-trained is in `equal_cost.py`. Writes `compare.*` of all runs that are finished into the folder,
-`step_credit*.json` and `step_credit*.png` of the setting beside this script, or into --to, and
-prints the tables. Without a folder it draws what is there.
+All methods of a setting train the same steps, with the same kernel, noise and loss. They differ in
+how a group's samples come apart and in what is credited, or, in the setting `weights`, in how much
+each step weighs. How methods are tuned and trained is in `equal_cost.py`. Writes `compare.*` of all
+runs that are finished into the folder, `step_credit*.json` and `step_credit*.png` of the setting
+beside this script, or into --to, and prints the tables. Without a folder it draws what is there.
 """
 
 import argparse
@@ -17,11 +17,10 @@ from typing import Any
 
 from both_costs import report
 from equal_cost import Study, options
-from step_signal import ONE, window
+from step_signal import ALL, ONE, window
 
 SHAPES = ("configs/shapes.yaml",)
 BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
-METHODS = ("outcome", "outcome_one_noise", "comb")
 JPEG = {
     "rewards": [
         {"class_path": "reward_models.jpeg.JpegSize"},
@@ -52,16 +51,25 @@ def recipes(
     }
 
 
+def weighted() -> dict[str, dict[str, Any]]:
+    """Return outcomes of all steps but the last of six, by how much each step weighs."""
+    trained = {"sampling": ALL | {"num_steps": 6}}
+    measured = {"measured": "gradient"}
+    weights = {"uniform": "uniform", "std": "std", "measured": measured}
+    return {name: trained | {"step_weight": weight} for name, weight in weights.items()}
+
+
 def study(
     setting: str,
     made: Mapping[str, Mapping[str, Any]],
     *,
     files: Sequence[str] = SHAPES,
     more: Mapping[str, Any] | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
     **changes: Any,
 ) -> Study:
     """Return the comparison of recipes in a setting, which `more` changes in the run files."""
+    methods = methods or tuple(made)
     return Study(
         name="_".join(["step_credit", *([setting] if setting != "early" else [])]),
         methods=dict.fromkeys(methods, files),
@@ -88,6 +96,7 @@ STUDIES = {
     "learned": study(
         "learned", recipes(6, 0, 2, 8), files=["configs/shapes_learned.yaml"], methods=FEW
     ),
+    "weights": study("weights", weighted()),
     "video": study(
         "video",
         recipes(6, 0, 2, 8),
