@@ -38,7 +38,7 @@ def made(study: Study, args: argparse.Namespace) -> dict[str, Any]:
     runs = finished(study, args.folder)
     guards = {name: [name] for name in study.guards}
     also = {"histories": histories(runs, guards)} if guards else {}
-    return results(args.folder, runs, study.metric) | also
+    return results(study, args.folder, runs) | also
 
 
 def figure(content: dict[str, Any], place: Path) -> None:

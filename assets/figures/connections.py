@@ -129,7 +129,7 @@ def study(args: argparse.Namespace) -> dict[str, Any]:
         tuned(STUDY, args, name)
         compared(STUDY, args, name)
     runs = finished(STUDY, args.folder)
-    return {"histories": histories(runs, MEASURES)} | results(args.folder, runs)
+    return {"histories": histories(runs, MEASURES)} | results(STUDY, args.folder, runs)
 
 
 def longer(args: argparse.Namespace) -> dict[str, Any]:

@@ -21,15 +21,26 @@ from step_signal import ALL, ONE, window
 
 SHAPES = ("configs/shapes.yaml",)
 BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
+SMALL = {
+    **{"strict": 0.5, "compressibility": 2.0},
+    **dict.fromkeys(("colour", "shape", "count", "position", "clean"), 0.1),
+}
+"""Weights of the verifier and of the size of an image's file in kB, 2 kB for one."""
 JPEG = {
     "rewards": [
-        {"class_path": "reward_models.jpeg.JpegSize"},
         {"class_path": "reward_models.shapes.ShapesVerifier"},
+        {"class_path": "reward_models.jpeg.JpegSize"},
     ],
-    "reward_weights": {"compressibility": 1.0}
-    | dict.fromkeys(("strict", "colour", "shape", "count", "position", "clean"), 0.0),
+    "reward_weights": SMALL,
 }
-"""The size of an image's file as the reward, with the verifier as a guard that weighs nothing."""
+"""What was asked for, in a small file: the first is decided early, the second late."""
+
+
+LATE: dict[str, Any] = window(5, 7) | {"num_steps": 8}
+VARIATE = {
+    "credit": {"class_path": "flowalign.credit.ControlVariate"},
+    "advantage_scale": "group",
+}
 
 
 def recipes(
@@ -82,21 +93,35 @@ FEW = ("outcome", "comb")
 STUDIES = {
     "early": study("early", recipes(6, 0, 2, 8)),
     "late": study(
-        "late", recipes(8, 5, 7, 8), more=JPEG, metric="compressibility", guards=("strict",)
+        "late",
+        recipes(8, 5, 7, 8) | {"control_variate": VARIATE | {"sampling": LATE}},
+        more=JPEG,
+        metric="reward",
+        weights=SMALL,
+        guards=("strict", "compressibility"),
     ),
     "steps20": study(
-        "steps20", recipes(20, 0, 6, 4), more={"evaluation": {"num_steps": 20}}, methods=FEW
+        "steps20",
+        recipes(20, 0, 6, 4),
+        more={"evaluation": {"num_steps": 20}},
+        methods=FEW,
+        evaluations=2,
     ),
     "guidance": study(
         "guidance",
         recipes(6, 0, 2, 8),
         more={"policy": {"init_args": {"guidance": 2.5}}},
         methods=FEW,
+        evaluations=2,
     ),
     "learned": study(
-        "learned", recipes(6, 0, 2, 8), files=["configs/shapes_learned.yaml"], methods=FEW
+        "learned",
+        recipes(6, 0, 2, 8),
+        files=["configs/shapes_learned.yaml"],
+        methods=FEW,
+        evaluations=2,
     ),
-    "weights": study("weights", weighted()),
+    "weights": study("weights", weighted(), evaluations=2),
     "video": study(
         "video",
         recipes(6, 0, 2, 8),
@@ -109,7 +134,7 @@ STUDIES = {
 
 
 if __name__ == "__main__":
-    description = __doc__.splitlines()[0]
+    description = (__doc__ or "").splitlines()[0]
     first = argparse.ArgumentParser(description=description, add_help=False)
     first.add_argument("--setting", choices=STUDIES, default="early")
     asked = STUDIES[first.parse_known_args()[0].setting]
