@@ -11,13 +11,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from flowalign.reports.comparison import Comparison, Curve, Method, compare
+from flowalign.reports.comparison import Comparison, Method, compare
 from flowalign.reports.comparison_chart import look
 from flowalign.reports.comparison_page import write_comparison
 from flowalign.runs.compare import Request, Single, curve, held_out, read
@@ -65,18 +65,11 @@ class Study:
     evaluations: int = 5
     """Evaluations of a run after its first."""
     metric: str = "strict"
-    """Name of the measure by which rates are chosen and runs are compared."""
-    weights: Mapping[str, float] | None = None
-    """Weights of the dimensions that sum to the measure; None: it is a dimension."""
+    """Dimension by which rates are chosen and runs are compared."""
     prompts: str = PROMPTS
     """Folder of the prompts."""
     guards: tuple[str, ...] = ()
     """Further dimensions whose curves are kept."""
-
-    @property
-    def parts(self) -> Mapping[str, float]:
-        """Return the weights of the measure's dimensions."""
-        return self.weights or {self.metric: 1.0}
 
 
 def run(*argv: str) -> None:
@@ -137,8 +130,7 @@ def tuned(study: Study, args: argparse.Namespace, name: str) -> Path:
         evaluation = {"prompts": splits(study.prompts, held_out=False), "num_prompts": args.images}
         last = overlay(place / f"{rate:g}.yaml", max(1, steps // 2), rate, evaluation)
         options = [*files, last, "--seed", str(TUNING_SEED)]
-        after = trained(place / f"{rate:g}", options)["after"]
-        found[rate] = sum(weight * after[name] for name, weight in study.parts.items())
+        found[rate] = trained(place / f"{rate:g}", options)["after"][study.metric]
     (place / "found.json").write_text(json.dumps({f"{r:g}": v for r, v in found.items()}))
     best = max(found, key=found.__getitem__)
     overlay(chosen, steps, best, evaluated(study, args, steps), more)
@@ -149,7 +141,7 @@ def compared(study: Study, args: argparse.Namespace, name: str) -> None:
     """Train a method whose overlay is in the folder with every seed."""
     files = "+".join([*study.methods[name], str(args.folder / f"{name}.yaml")])
     seeds = [str(seed) for seed in args.seeds]
-    where = ["--out", str(args.folder), "--jobs", str(args.jobs), "--metric", min(study.parts)]
+    where = ["--out", str(args.folder), "--jobs", str(args.jobs), "--metric", study.metric]
     run("compare", files, "--seeds", *seeds, *where)
 
 
@@ -167,26 +159,10 @@ def finished(study: Study, folder: Path) -> dict[str, list[Single]]:
     return found
 
 
-def of_parts(one: Single, parts: Mapping[str, float]) -> Curve:
-    """Return the curve of a weighted sum of dimensions."""
-    curves = {name: curve(one, name) for name in parts}
-    first = next(iter(curves.values()))
-    points = [
-        replace(point, value=sum(parts[n] * c.points[i].value for n, c in curves.items()))
-        for i, point in enumerate(first.points)
-    ]
-    return Curve(one.seed, tuple(points))
-
-
-def comparison(
-    runs: Mapping[str, Sequence[Single]],
-    metric: str = "strict",
-    parts: Mapping[str, float] | None = None,
-) -> Comparison:
-    """Compare finished runs by a dimension, or by a weighted sum of some."""
-    sums = parts or {metric: 1.0}
+def comparison(runs: Mapping[str, Sequence[Single]], metric: str = "strict") -> Comparison:
+    """Compare finished runs."""
     methods = [
-        Method(name, tuple(of_parts(one, sums) for one in some)) for name, some in runs.items()
+        Method(name, tuple(curve(one, metric) for one in some)) for name, some in runs.items()
     ]
     return compare(metric, methods)
 
@@ -214,7 +190,7 @@ def histories(
 
 def results(study: Study, folder: Path, runs: Mapping[str, Sequence[Single]]) -> dict[str, Any]:
     """Write `compare.*` of finished runs into their folder, and return its numbers."""
-    write_comparison(folder, comparison(runs, study.metric, study.parts))
+    write_comparison(folder, comparison(runs, study.metric))
     content = json.loads((folder / "compare.json").read_text())
     tuning = sorted((folder / "tuning").glob("*/found.json"))
     return {"tuning": {p.parent.name: json.loads(p.read_text()) for p in tuning}} | content

@@ -21,22 +21,15 @@ from step_signal import ALL, ONE, window
 
 SHAPES = ("configs/shapes.yaml",)
 BRANCH = {"class_path": "flowalign.credit.Branch", "init_args": {"compare": "siblings"}}
-SMALL = {
-    **{"strict": 0.5, "compressibility": 1.0},
-    **dict.fromkeys(("colour", "shape", "count", "position", "clean"), 0.1),
-}
-"""Weights of the verifier and of the size of an image's file in kB.
-
-With twice the weight on the size a blank picture is better than what the model makes.
-"""
+VERIFIER = ("strict", "colour", "shape", "count", "position", "clean")
 JPEG = {
     "rewards": [
-        {"class_path": "reward_models.shapes.ShapesVerifier"},
         {"class_path": "reward_models.jpeg.JpegSize"},
+        {"class_path": "reward_models.shapes.ShapesVerifier"},
     ],
-    "reward_weights": SMALL,
+    "reward_weights": {"compressibility": 1.0} | dict.fromkeys(VERIFIER, 0.0),
 }
-"""What was asked for, in a small file: the first is decided early, the second late."""
+"""DDPO's compressibility, with the verifier as a guard that weighs nothing."""
 
 
 def recipes(
@@ -92,9 +85,10 @@ STUDIES = {
         "late",
         recipes(8, 5, 7, 8),
         more=JPEG,
-        metric="reward",
-        weights=SMALL,
-        guards=("strict", "compressibility"),
+        metric="compressibility",
+        guards=("strict",),
+        budget=10_560,
+        evaluations=2,
     ),
     "steps20": study(
         "steps20",
