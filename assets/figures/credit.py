@@ -27,7 +27,8 @@ def tables(comparison: dict) -> str:
     budgets = comparison["budgets"]
     at = " | ".join(f"at {budgets[axis]:,.0f} {name}" for axis, name in AXES.items())
     lines = [
-        f"| method | final {comparison['metric']} | each seed | diversity | {at} | seconds, calls, evaluations |",
+        f"| method | final {comparison['metric']} | each seed | diversity | {at} "
+        "| seconds, calls, evaluations |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in comparison["rows"]:
